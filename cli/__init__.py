@@ -1,0 +1,1 @@
+"""`dspark-export`: one click command per file; heavy imports inside the command."""

@@ -1,0 +1,1 @@
+"""What a DSpark drafter is: configuration, checkpoint layouts, reference model."""

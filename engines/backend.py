@@ -1,0 +1,90 @@
+"""What every engine backend offers; the runtime cannot tell them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark.drafter.errors import UsageError
+from dspark.export.bundle import Graph
+from dspark.export.contract import TensorSpec
+
+Array = Any  # numpy on the host, a torch tensor on a device: both index, assign and slice alike
+
+
+class Engine(Protocol):
+    """One graph, ready to run on tensors that are bound once and stay where they are."""
+
+    def bind(self, tensors: Mapping[str, Array]) -> None:
+        """Bind inputs and outputs by name; later runs read and write these very tensors."""
+
+    def run(self) -> None:
+        """Run once on the bound tensors."""
+
+
+class Backend(Protocol):
+    """Makes engines of graphs, and the memory that they work on."""
+
+    name: str
+
+    def supports(self, dtype: str) -> bool:
+        """Whether graphs of this dtype run here."""
+
+    def engine(self, graph: Graph) -> Engine:
+        """Load a graph."""
+
+    def zeros(self, spec: TensorSpec) -> Array:
+        """A zeroed tensor in this backend's memory."""
+
+    def to_host(self, tensor: Array) -> NDArray[Any]:
+        """The tensor as a numpy array; not a copy where it already is one."""
+
+    def evaluate(self, graph: Graph, inputs: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Run a graph once on host arrays, for parity."""
+
+
+class Evaluator:
+    """``evaluate`` for any backend: engines and their tensors are kept by graph."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.loaded: dict[Graph, tuple[Engine, dict[str, Array]]] = {}
+
+    def __call__(self, graph: Graph, inputs: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        if graph not in self.loaded:
+            specs = (*graph.spec.inputs, *graph.spec.outputs)
+            tensors = {spec.name: self.backend.zeros(spec) for spec in specs}
+            engine = self.backend.engine(graph)
+            engine.bind(tensors)
+            self.loaded[graph] = engine, tensors
+        engine, tensors = self.loaded[graph]
+        for spec in graph.spec.inputs:
+            assign(tensors[spec.name], inputs[spec.name])
+        engine.run()
+        return {spec.name: np.array(self.backend.to_host(tensors[spec.name])) for spec in graph.spec.outputs}
+
+
+def assign(tensor: Array, values: NDArray[Any]) -> None:
+    """Write host values into a bound tensor, wherever it is."""
+    if isinstance(tensor, np.ndarray):
+        tensor[...] = values
+    else:
+        import torch
+
+        tensor.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+
+
+def backend_from_name(name: str, threads: int | None = None) -> Backend:
+    """``onnxruntime`` (CPU) or ``onnxruntime-cuda``.
+
+    Raises:
+        UsageError: no such backend. NotAvailableError: it is not installed, or there is no such device.
+    """
+    from .onnxruntime import OnnxRuntimeBackend
+
+    if name in ("onnxruntime", "onnxruntime-cuda"):
+        return OnnxRuntimeBackend("cuda" if name.endswith("cuda") else "cpu", threads)
+    raise UsageError(f"backend {name!r} is none of onnxruntime, onnxruntime-cuda")

@@ -1,0 +1,133 @@
+"""The ONNX Runtime backend: CPU, and CUDA by the same class."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark.drafter.errors import DsparkError, NotAvailableError
+from dspark.export.bundle import Graph
+from dspark.export.contract import TensorSpec
+
+from .backend import Array, Evaluator
+
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+class OnnxRuntimeBackend:
+    """Sessions on one device. Host memory is numpy's; CUDA memory is torch's, bound by address.
+
+    Raises:
+        NotAvailableError: ONNX Runtime, its CUDA provider, or a CUDA build of torch is not installed.
+    """
+
+    def __init__(self, device: str = "cpu", threads: int | None = None) -> None:
+        self.runtime = _import_onnxruntime()
+        self.device = device
+        self.name = "onnxruntime" if device == "cpu" else f"onnxruntime-{device}"
+        self.threads = threads or _usable_cores()
+        self.evaluate = Evaluator(self)
+        if _PROVIDERS[device] not in self.runtime.get_available_providers():
+            raise NotAvailableError(
+                f"ONNX Runtime {self.runtime.__version__} has no {_PROVIDERS[device]}; "
+                "install dspark-export[onnxruntime-gpu] on a machine with a GPU"
+            )
+        if device == "cuda":
+            _require_cuda_torch()
+
+    def supports(self, dtype: str) -> bool:
+        return dtype != "bfloat16" or self.device == "cuda"  # the CPU has no bf16 MatMul kernel
+
+    def engine(self, graph: Graph) -> OnnxRuntimeEngine:
+        dtypes = {tensor.dtype for tensor in (*graph.spec.inputs, *graph.spec.outputs)}
+        if "bfloat16" in dtypes and not self.supports("bfloat16"):
+            raise NotAvailableError(
+                "ONNX Runtime has no bf16 kernels on the CPU; run this bundle on a GPU, or export with --dtype fp32"
+            )
+        return OnnxRuntimeEngine(graph, self)
+
+    def zeros(self, spec: TensorSpec) -> Array:
+        if self.device == "cpu":
+            return np.zeros(spec.shape, dtype=spec.dtype)
+        import torch
+
+        return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
+
+    def to_host(self, tensor: Array) -> NDArray[Any]:
+        return tensor if isinstance(tensor, np.ndarray) else np.asarray(tensor.float().cpu())
+
+
+class OnnxRuntimeEngine:
+    """One session and its binding."""
+
+    def __init__(self, graph: Graph, backend: OnnxRuntimeBackend) -> None:
+        self.graph, self.device, self.runtime = graph, backend.device, backend.runtime
+        options = self.runtime.SessionOptions()
+        options.intra_op_num_threads = backend.threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        # Spinning threads of one session would take the cores from the target's threads between rounds.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        if graph.model is not None:
+            options.add_session_config_entry(
+                "session.model_external_initializers_file_folder_path", str(graph.path.parent)
+            )
+        source = str(graph.path) if graph.model is None else graph.model
+        try:
+            self.session = self.runtime.InferenceSession(source, options, providers=[_PROVIDERS[self.device]])
+        except Exception as error:  # ONNX Runtime raises classes of its own, with no common base
+            raise DsparkError(f"{graph.path}: ONNX Runtime cannot load it: {error}") from error
+        self.binding = self.session.io_binding()
+        self.bound: dict[str, Array] = {}
+
+    def bind(self, tensors: Mapping[str, Array]) -> None:
+        for side, specs in ((self.binding.bind_input, self.graph.spec.inputs),
+                            (self.binding.bind_output, self.graph.spec.outputs)):  # fmt: skip
+            for spec in specs:
+                if spec.name in tensors:
+                    tensor = tensors[spec.name]
+                    self.bound[spec.name] = tensor  # the binding holds an address only
+                    side(spec.name, self.device, 0, _element_type(spec.dtype), spec.shape, _address(tensor, spec))
+
+    def run(self) -> None:
+        self.session.run_with_iobinding(self.binding)
+
+
+def _address(tensor: Array, spec: TensorSpec) -> int:
+    contiguous = tensor.flags.c_contiguous if isinstance(tensor, np.ndarray) else tensor.is_contiguous()
+    if tuple(tensor.shape) != spec.shape or not contiguous:
+        raise DsparkError(f"{spec.name}: bound tensor is {tuple(tensor.shape)}, the graph takes {spec.shape}")
+    return int(tensor.ctypes.data if isinstance(tensor, np.ndarray) else tensor.data_ptr())
+
+
+def _element_type(dtype: str) -> Any:
+    if dtype == "bfloat16":
+        from onnx import TensorProto
+
+        return TensorProto.BFLOAT16
+    return np.dtype(dtype).type
+
+
+def _import_onnxruntime() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise NotAvailableError(
+            "ONNX Runtime is not installed; pip install 'dspark-export[onnxruntime]'"
+        ) from error
+    return onnxruntime
+
+
+def _require_cuda_torch() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NotAvailableError("no CUDA device: torch.cuda.is_available() is false")
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

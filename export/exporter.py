@@ -1,0 +1,145 @@
+"""Checkpoint to bundle: weights, graphs, parity, manifest; complete or absent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dspark.drafter.checkpoint import Checkpoint
+from dspark.drafter.model import ReferenceDrafter, reference_from_tensors
+from dspark.drafter.tensors import SHARED_TENSORS
+
+from .atomic import atomic_folder, check_output, check_space
+from .bundle import Bundle, Graph, open_bundle, write_manifest
+from .contract import ExportOptions, GraphSpec, graph_specs
+from .graphs import identity_of, model_from_spec, write_graph
+from .parity import ParityReport, Runner, check_parity
+from .version import library_versions, tool_version
+from .weights import FILE as WEIGHTS_FILE, WeightPlan, plan_weights, write_weights
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+_GRAPH_BYTES = 1 << 20  # generous estimate of one graph file without its weights
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """What an export would write, known before any weight is converted."""
+
+    options: ExportOptions
+    graphs: tuple[GraphSpec, ...]
+    weights: WeightPlan
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "dtype": self.options.dtype,
+            "opset": self.options.opset,
+            "markov": self.options.markov,
+            "graphs": [{"file": spec.file, **spec.to_json()} for spec in self.graphs],
+            "weight_bytes": self.weights.bytes,
+            "head_tied_to_embedding": self.weights.tied,
+        }
+
+
+def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
+    """Check that options and checkpoint fit, and lay out graphs and weights.
+
+    Raises:
+        UsageError, BadInputError: the options do not fit the drafter, or a tensor has to come from a target.
+    """
+    import torch
+
+    options.check_fit(checkpoint.config)
+    embedding, head = (checkpoint.load(name) for name in SHARED_TENSORS)
+    tied = torch.equal(embedding, head)
+    weights = plan_weights(checkpoint.config, options.dtype, tied)
+    return ExportPlan(options, graph_specs(checkpoint.config, options), weights)
+
+
+def export_bundle(
+    checkpoint: Checkpoint,
+    output: Path,
+    options: ExportOptions,
+    runner: Runner,
+    force: bool = False,
+    progress: Progress = lambda stage, done, total: None,
+) -> tuple[Bundle, ParityReport]:
+    """Write the bundle and prove that its graphs compute what the reference model computes.
+
+    Args:
+        runner: runs a graph of the staged bundle; parity compares what it gives.
+
+    Raises:
+        CheckFailedError: parity does not hold; no bundle is left.
+        UsageError, BadInputError, NotAvailableError: found before or while writing; nothing is left.
+    """
+    check_output(output, force)
+    plan = plan_export(checkpoint, options)
+    check_space(output, plan.weights.bytes + _GRAPH_BYTES * len(plan.graphs))
+    with atomic_folder(output, force) as staging:
+        (staging / "graphs").mkdir()
+        weights_sha256 = write_weights(
+            plan.weights,
+            checkpoint.load,
+            staging / WEIGHTS_FILE,
+            lambda done, total: progress("weights", done, total),
+        )
+        checkpoint_sha256 = checkpoint.sha256()
+        identity = identity_of(checkpoint.config, options, checkpoint_sha256)
+        graphs = []
+        for number, spec in enumerate(plan.graphs):
+            progress("graphs", number, len(plan.graphs))
+            write_graph(
+                model_from_spec(spec, checkpoint.config, options, plan.weights, identity), staging / spec.file
+            )
+            graphs.append(Graph(spec, staging / spec.file))
+        reference = reference_from_tensors(checkpoint.config, checkpoint.load)
+        report = prove(reference, graphs, options.dtype, runner, progress)
+        manifest = _manifest(checkpoint, plan, checkpoint_sha256, report)
+        write_manifest(staging, manifest, {WEIGHTS_FILE: weights_sha256})
+        open_bundle(staging)
+    return open_bundle(output), report
+
+
+def prove(
+    reference: ReferenceDrafter, graphs: list[Graph], dtype: str, runner: Runner, progress: Progress
+) -> ParityReport:
+    """Parity of all graphs; raises ``CheckFailedError`` with the table where it does not hold."""
+    report = check_parity(
+        reference, graphs, dtype, runner, progress=lambda done, total: progress("parity", done, total)
+    )
+    report.require()
+    return report
+
+
+def _manifest(
+    checkpoint: Checkpoint, plan: ExportPlan, checkpoint_sha256: str, report: ParityReport
+) -> dict[str, Any]:
+    config, options = checkpoint.config, plan.options
+    target: dict[str, Any] = {
+        "hidden_size": config.target_hidden_size,
+        "num_hidden_layers": config.num_target_layers,
+        "vocab_size": config.vocab_size,
+        "target_layer_ids": list(config.target_layer_ids),
+        "tap": "output of decoder layer id, before the final norm; -1 is the embedding output",
+    }
+    if checkpoint.target is not None:
+        target |= {"sha256": checkpoint.target.sha256()}
+    return {
+        "tool": {"name": "dspark-export", "version": tool_version(), "libraries": library_versions()},
+        "drafter": config.to_json(),
+        "checkpoint": {"sha256": checkpoint_sha256, "from_target": list(checkpoint.missing_shared)},
+        "target": target,
+        "export": {
+            "dtype": options.dtype,
+            "batch": list(options.batch),
+            "context": list(options.context),
+            "prefill": options.prefill,
+            "markov": options.markov,
+            "opset": options.opset,
+        },
+        "graphs": [{"file": spec.file, **spec.to_json()} for spec in plan.graphs],
+        "weights": [region.to_json() for region in plan.weights.tensors.values()],
+        "parity": report.to_json(),
+    }

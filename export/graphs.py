@@ -1,0 +1,60 @@
+"""Every graph of a bundle as an ONNX file, checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import onnx
+
+from dspark.drafter.config import DrafterConfig
+from dspark.drafter.errors import CheckFailedError
+
+from .backbone import add_block, add_context
+from .builder import GraphBuilder
+from .contract import ExportOptions, GraphSpec
+from .markov import add_markov_loop, add_markov_step
+from .version import tool_version
+from .weights import WeightPlan
+
+
+def model_from_spec(
+    spec: GraphSpec, config: DrafterConfig, options: ExportOptions, plan: WeightPlan, identity: dict[str, str]
+) -> onnx.ModelProto:
+    """The ONNX model of one graph; its weights are references into the weight file."""
+    builder = GraphBuilder(plan)
+    match spec.name:
+        case "context":
+            add_context(config, options.dtype, spec, builder)
+        case "block":
+            add_block(config, options.dtype, spec, builder)
+        case "markov_step":
+            add_markov_step(config, spec, builder)
+        case _:
+            add_markov_loop(config, spec, builder, options.markov == "unrolled")
+    metadata = {**identity, "dspark.graph": spec.name, "dspark.tensors": json.dumps(spec.to_json())}
+    return builder.model(spec.name, spec.inputs, spec.outputs, options.opset, metadata)
+
+
+def identity_of(config: DrafterConfig, options: ExportOptions, checkpoint_sha256: str) -> dict[str, str]:
+    """What every graph file says of its origin, in ``metadata_props``."""
+    return {
+        "dspark.version": tool_version(),
+        "dspark.checkpoint_sha256": checkpoint_sha256,
+        "dspark.drafter": json.dumps(config.to_json()),
+        "dspark.dtype": options.dtype,
+        "dspark.markov": options.markov,
+    }
+
+
+def write_graph(model: onnx.ModelProto, path: Path) -> None:
+    """Save beside the weight file and run ``onnx.checker`` with full check on what was saved.
+
+    Raises:
+        CheckFailedError: the checker refuses the graph, which is a fault of this tool.
+    """
+    path.write_bytes(model.SerializeToString(deterministic=True))
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise CheckFailedError(f"{path.name}: onnx.checker refuses the graph: {error}") from error

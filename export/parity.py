@@ -1,0 +1,340 @@
+"""Parity: the reference model against the graphs, on any runtime, over rounds in which the cache grows.
+
+Each graph is judged on every output. ``context`` and ``block`` run on the cache that the graphs themselves have
+built; the Markov graphs get the reference's logits, so that their fp32 arithmetic is judged by an fp32 tolerance
+in every dtype; and once more chained behind ``block``, for token agreement and longest common prefix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dspark.drafter.errors import CheckFailedError
+from dspark.drafter.model import ReferenceDrafter
+
+from .bundle import Graph
+from .contract import GraphSpec
+from .shadow import fp32_shadow
+
+Arrays = dict[str, NDArray[Any]]
+ROUNDS = 20
+_TEMPERATURES = (0.0, 1.0, 0.6)
+# Largest error over the largest magnitude of the reference's output; products in this dtype, sums in fp32.
+_TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
+_MARKOV_TOLERANCE = 2e-5  # fp32 in every bundle
+# Share of greedy tokens that agree, and of a draft's length up to the first difference, behind ``block``.
+_AGREEMENT = {"float32": 0.98, "float16": 0.9, "bfloat16": 0.7}
+
+
+class Runner(Protocol):
+    """Runs one graph; what parity needs of a backend."""
+
+    name: str
+
+    def supports(self, dtype: str) -> bool: ...
+
+    def evaluate(self, graph: Graph, inputs: Arrays) -> Arrays: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ParityRow:
+    """One output of one graph over all rounds; ``tolerance`` is absolute, or a lower bound of agreement."""
+
+    graph: str
+    output: str
+    rounds: int
+    max_abs: float
+    tolerance: float
+    passed: bool
+    agreement: float | None = None  # share of equal ids
+    common_prefix: float | None = None  # mean share of a draft before the first difference
+
+    def to_json(self) -> dict[str, Any]:
+        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ParityReport:
+    """The parity table, and what it was made with."""
+
+    runner: str
+    shadow: bool  # bf16 checked through the fp32 shadow of the same graphs
+    rows: tuple[ParityRow, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows)
+
+    def require(self) -> None:
+        """Raises ``CheckFailedError`` that names each output out of tolerance."""
+        failed = [row for row in self.rows if not row.passed]
+        if failed:
+            lines = [f"{row.graph}.{row.output}: {row.max_abs:.3g} against {row.tolerance:.3g}" for row in failed]
+            raise CheckFailedError(
+                f"parity does not hold on {self.runner}: " + "; ".join(lines),
+                parity=[row.to_json() for row in self.rows],
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [row.to_json() for row in self.rows]
+        return {"runner": self.runner, "fp32_shadow": self.shadow, "passed": self.passed, "outputs": rows}
+
+
+def check_parity(
+    reference: ReferenceDrafter,
+    graphs: Sequence[Graph],
+    dtype: str,
+    runner: Runner,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ParityReport:
+    """Compare every output of every graph over at least ``ROUNDS`` rounds per batch size.
+
+    Args:
+        reference: fp32 model of the same checkpoint.
+        dtype: the bundle's; decides the tolerances.
+        progress: called with rounds done and rounds in all.
+    """
+    shadow = not runner.supports(dtype)
+    if shadow:
+        graphs = [fp32_shadow(graph) for graph in graphs]
+    comparison = _Comparison(dtype)
+    batches = sorted({graph.spec.batch for graph in graphs})
+    drivers = [
+        _Driver(reference, [g for g in graphs if g.spec.batch == batch], runner, comparison, seed)
+        for batch in batches
+    ]
+    total, done = sum(driver.total for driver in drivers), 0
+    with torch.inference_mode():
+        for driver in drivers:
+            for _ in driver.rounds():
+                done += 1
+                progress(done, total)
+    return ParityReport(runner.name, shadow, tuple(comparison.rows()))
+
+
+@dataclass
+class _Measured:
+    """Running maximum of one output's error and of the reference's magnitude."""
+
+    tolerance: float
+    rounds: int = 0
+    error: float = 0.0
+    magnitude: float = 0.0
+    equal: int = 0
+    prefix: int = 0
+    ids: int = 0
+
+
+@dataclass
+class _Comparison:
+    dtype: str
+    measured: dict[tuple[str, str], _Measured] = field(default_factory=dict)
+
+    def values(self, spec: GraphSpec, output: str, found: NDArray[Any], wanted: torch.Tensor) -> None:
+        markov = spec.name.startswith("markov")
+        entry = self._entry(spec, output, _MARKOV_TOLERANCE if markov else _TOLERANCE[self.dtype])
+        reference = wanted.numpy().astype(np.float64)
+        error = np.abs(found.astype(np.float64) - reference)
+        entry.rounds += 1
+        # NaN compares false with everything, so it is made an infinite error
+        entry.error = max(entry.error, float(np.nan_to_num(error, nan=np.inf).max()))
+        entry.magnitude = max(entry.magnitude, float(np.abs(reference).max()))
+
+    def ids(self, spec: GraphSpec, output: str, found: NDArray[Any], wanted: NDArray[Any], bound: float) -> None:
+        """Token ids [B, K]: those that agree, and those before the first difference."""
+        entry = self._entry(spec, output, bound)
+        equal = found == wanted
+        entry.rounds += 1
+        entry.ids += equal.size
+        entry.equal += int(equal.sum())
+        entry.prefix += int(equal.cumprod(axis=1).sum())
+
+    def rows(self) -> Iterator[ParityRow]:
+        for (graph, output), m in self.measured.items():
+            if m.ids:
+                agreement, prefix = m.equal / m.ids, m.prefix / m.ids
+                differing = float(m.ids - m.equal)
+                passed = min(agreement, prefix) >= m.tolerance
+                yield ParityRow(graph, output, m.rounds, differing, m.tolerance, passed, agreement, prefix)
+            else:
+                tolerance = m.tolerance * max(m.magnitude, 1e-30)
+                yield ParityRow(graph, output, m.rounds, m.error, tolerance, m.error <= tolerance)
+
+    def _entry(self, spec: GraphSpec, output: str, tolerance: float) -> _Measured:
+        name = spec.file.removeprefix("graphs/").removesuffix(".onnx")
+        return self.measured.setdefault((name, output), _Measured(tolerance))
+
+
+class _Driver:
+    """Rounds of one batch size: append features, draft a block, walk the Markov head, accept 0 … K."""
+
+    def __init__(
+        self,
+        reference: ReferenceDrafter,
+        graphs: Sequence[Graph],
+        runner: Runner,
+        comparison: _Comparison,
+        seed: int,
+    ) -> None:
+        self.reference, self.config, self.runner = reference, reference.config, runner
+        self.comparison, self.random = comparison, np.random.default_rng(seed)
+        by_name: dict[str, list[Graph]] = {}
+        for graph in graphs:
+            by_name.setdefault(graph.spec.name, []).append(graph)
+        self.contexts = sorted(by_name["context"], key=lambda graph: graph.spec.size)
+        self.blocks = sorted(by_name["block"], key=lambda graph: graph.spec.size)
+        (self.step,), (self.loop,) = by_name["markov_step"], by_name["markov_loop"]
+        self.batch = graphs[0].spec.batch
+        self.total = ROUNDS + 4 * (len(self.blocks) - 1)
+
+    def rounds(self) -> Iterator[int]:
+        number = 0
+        for position, block in enumerate(self.blocks):
+            count = ROUNDS if position == 0 else 4
+            self._start(block, count)
+            for i in range(count):
+                if i == count - 1:  # the last round fills the cache to its last row
+                    self._append(block.spec.size - self.length)
+                else:
+                    accepted = (number + np.arange(self.batch) * 3) % (self.config.proposals + 1)
+                    self._append(np.minimum(accepted + 1, block.spec.size - self.length))
+                self._round(block, number)
+                number += 1
+                yield number
+
+    def _start(self, block: Graph, rounds: int) -> None:
+        """Empty caches for the smallest capacity; elsewhere caches filled with random rows, nearly to the end."""
+        cache = next(tensor for tensor in block.spec.inputs if tensor.name == "k_cache")
+        capacity, smallest = block.spec.size, block is self.blocks[0]
+        self.length = np.zeros(self.batch, dtype=np.int64)
+        self.k, self.v = (torch.zeros(cache.shape) for _ in range(2))
+        if smallest:
+            # A prompt that needs both sizes of ``context``, and leaves room for the rounds
+            room = capacity - rounds * (self.config.proposals + 1)
+            largest = self.contexts[-1].spec.size
+            self._prefill = max(1, min(largest + self.config.proposals, room))
+        else:
+            self.length += max(0, capacity - 2 * rounds * (self.config.proposals + 1))
+            for tensor in (self.k, self.v):
+                tensor[:] = torch.from_numpy(self.random.standard_normal(cache.shape))
+            self._prefill = 1
+        self.graph_cache = {name: tensor.numpy().astype(cache.dtype) for name, tensor in self._caches()}
+        self._append(np.minimum(self._prefill - np.arange(self.batch) % self._prefill, capacity - self.length))
+
+    def _caches(self) -> tuple[tuple[str, torch.Tensor], ...]:
+        return ("k_cache", self.k), ("v_cache", self.v)
+
+    def _append(self, counts: NDArray[np.int64]) -> None:
+        """Append ``counts`` [B] feature rows, in chunks of the graph that fits best."""
+        counts = counts.copy()
+        while counts.max() > 0:
+            fitting = [g for g in self.contexts if g.spec.size >= counts.max()]
+            graph = fitting[0] if fitting else self.contexts[-1]
+            rows = graph.spec.size
+            shape = (self.batch, rows, self.config.feature_size)
+            features = self.random.standard_normal(shape).astype(np.float32)
+            positions = self.length[:, None] + np.arange(rows)
+            found = self.runner.evaluate(graph, {"features": features, "positions": positions})
+            wanted = self.reference.context(torch.from_numpy(features), torch.from_numpy(positions))
+            taken = np.minimum(counts, rows)
+            for (cache_name, cache), name, value in zip(self._caches(), ("k", "v"), wanted, strict=True):
+                self.comparison.values(graph.spec, name, found[name], value)
+                for slot, (start, count) in enumerate(zip(self.length, taken, strict=True)):
+                    into = np.s_[:, slot, :, start : start + count]
+                    cache[into] = value[:, slot, :, :count]
+                    self.graph_cache[cache_name][into] = found[name][:, slot, :, :count]
+            self.length += taken
+            counts -= taken
+
+    def _round(self, block: Graph, number: int) -> None:
+        slots = (self.batch, self.config.proposals)
+        anchor = self.random.integers(0, self.config.vocab_size, self.batch)
+        noise = self.random.random(slots, dtype=np.float32)
+        picked = [_TEMPERATURES[(number + slot) % 3] for slot in range(self.batch)]
+        temperature = np.array(picked, dtype=np.float32)
+        found = self.runner.evaluate(
+            block, {"anchor": anchor, "context_length": self.length.copy(), **self.graph_cache}
+        )
+        base, hidden = self.reference.block(
+            torch.from_numpy(anchor), torch.from_numpy(self.length.copy()), self.k, self.v
+        )
+        self.comparison.values(block.spec, "base_logits", found["base_logits"], base)
+        self.comparison.values(block.spec, "hidden", found["hidden"], hidden)
+
+        shared = {"anchor": anchor, "noise": noise, "temperature": temperature}
+        wanted = self.reference.markov_loop(
+            torch.from_numpy(anchor), base, hidden, torch.from_numpy(noise), torch.from_numpy(temperature)
+        )
+        looped = self.runner.evaluate(
+            self.loop, {**shared, "base_logits": base.numpy(), "hidden": hidden.numpy()}
+        )
+        self._judge_loop(looped, wanted)
+        self._judge_step(wanted[0], anchor, base, hidden, noise, temperature)
+        # Chained, greedily: where a law is flat, the least error moves a sampled token.
+        greedy = np.zeros_like(temperature)
+        chained = self.runner.evaluate(self.loop, {**shared, **found, "temperature": greedy})["tokens"]
+        tokens, *_ = self.reference.markov_loop(
+            torch.from_numpy(anchor), base, hidden, torch.from_numpy(noise), torch.from_numpy(greedy)
+        )
+        bound = _AGREEMENT[self.comparison.dtype]
+        self.comparison.ids(self.loop.spec, "tokens (chained)", chained, tokens.numpy(), bound)
+
+    def _judge_loop(self, found: Arrays, wanted: Sequence[torch.Tensor | None]) -> None:
+        tokens, q, confidence, survival = wanted
+        assert tokens is not None
+        assert q is not None
+        spec = self.loop.spec
+        # A draw within rounding of its neighbour's interval may fall on either side: at most 1 in 50 may.
+        self.comparison.ids(spec, "tokens", found["tokens"], tokens.numpy(), 0.98)
+        # Slot k hangs on the tokens before it, so a slot behind a differing token is no comparison.
+        same = np.cumprod(found["tokens"] == tokens.numpy(), axis=1).astype(bool)  # [B, K]
+        before = np.concatenate([np.ones_like(same[:, :1]), same[:, :-1]], axis=1)
+        mask = torch.from_numpy(before)
+        self.comparison.values(spec, "q", np.where(before[..., None], found["q"], 0), q * mask[..., None])
+        for name, value in (("confidence_logits", confidence), ("survival", survival)):
+            if value is not None:
+                self.comparison.values(spec, name, np.where(before, found[name], 0), value * mask)
+
+    def _judge_step(
+        self,
+        tokens: torch.Tensor,
+        anchor: NDArray[Any],
+        base: torch.Tensor,
+        hidden: torch.Tensor,
+        noise: NDArray[Any],
+        temperature: NDArray[Any],
+    ) -> None:
+        """The step graph, slot by slot, each given the reference's token before it."""
+        spec, rnn = self.step.spec, self.config.markov_head_type == "rnn"
+        state = torch.zeros(self.batch, self.config.markov_rank)
+        previous, drawn = torch.from_numpy(anchor), []
+        for slot in range(self.config.proposals):
+            inputs = {
+                "previous": previous.numpy(),
+                "base_logits": base[:, slot].numpy(),
+                "hidden": hidden[:, slot].numpy(),
+                "noise": noise[:, slot],
+                "temperature": temperature,
+                **({"state": state.numpy()} if rnn else {}),
+            }
+            found = self.runner.evaluate(self.step, inputs)
+            _, q, confidence, state = self.reference.markov_step(
+                previous, base[:, slot], hidden[:, slot], state,
+                torch.from_numpy(noise[:, slot]), torch.from_numpy(temperature),
+            )  # fmt: skip
+            drawn.append(found["token"])
+            self.comparison.values(spec, "q", found["q"], q)
+            if confidence is not None:
+                self.comparison.values(spec, "confidence_logit", found["confidence_logit"], confidence)
+            if rnn:
+                self.comparison.values(spec, "next_state", found["next_state"], state)
+            previous = tokens[:, slot]
+        self.comparison.ids(spec, "token", np.stack(drawn, axis=1), tokens.numpy(), 0.98)

@@ -1,0 +1,1 @@
+"""Draft, schedule, verify: sampling, rejection, sessions."""

@@ -1,0 +1,1 @@
+"""Targets: language models that verify drafts."""
