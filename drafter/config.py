@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,9 +47,7 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         faults = list(self._faults())
         if faults:
-            raise BadInputError(
-                "the drafter's configuration contradicts itself: " + "; ".join(faults), faults=faults
-            )
+            raise BadInputError("the drafter's configuration contradicts itself: " + "; ".join(faults), faults=faults)
 
     @property
     def proposals(self) -> int:
@@ -114,7 +113,7 @@ class DrafterConfig:
         if not ids:
             return ["target_layer_ids is empty"]
         faults = []
-        if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
+        if any(b <= a for a, b in itertools.pairwise(ids)):
             faults.append(f"target_layer_ids {list(ids)} must be strictly increasing")
         if ids[0] < -1 or ids[-1] > last:
             faults.append(f"target_layer_ids {list(ids)} must lie in -1..{last} (num_target_layers {last + 1})")

@@ -26,8 +26,7 @@ class ReferenceDrafter:
     def __init__(self, config: DrafterConfig, weights: dict[str, Tensor]) -> None:
         self.config = config
         self.weights = weights
-        frequencies = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        self.inverse_frequencies = 1.0 / config.rope_theta**frequencies  # [D/2]
+        self.inverse_frequencies = inverse_frequencies(config)  # [D/2]
 
     def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Key and value rows of the context, for the runtime to write into its cache.
@@ -44,9 +43,7 @@ class ReferenceDrafter:
         rows = [self._keys_values(layer, g, positions) for layer in range(self.config.num_hidden_layers)]
         return torch.stack([k for k, _ in rows]), torch.stack([v for _, v in rows])
 
-    def block(
-        self, anchor: Tensor, context_length: Tensor, k_cache: Tensor, v_cache: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def block(self, anchor: Tensor, context_length: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
         """The parallel block: every slot sees the whole context and the whole block.
 
         Args:
@@ -131,7 +128,9 @@ class ReferenceDrafter:
         e = embedding(previous, w["markov_head.markov_w1.weight"])  # [B, r]
         if kind == "gated":
             gate = linear(
-                torch.cat([hidden, e], dim=-1), w["markov_head.gate_proj.weight"], w["markov_head.gate_proj.bias"]
+                torch.cat([hidden, e], dim=-1),
+                w["markov_head.gate_proj.weight"],
+                w["markov_head.gate_proj.bias"],
             )
             e = sigmoid(gate) * e
         if kind == "rnn":
@@ -196,6 +195,13 @@ class ReferenceDrafter:
         cos, sin = angles.cos(), angles.sin()
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def inverse_frequencies(config: DrafterConfig) -> Tensor:
+    """Rotary frequencies [D/2], fp32. At position 8192 one unit in the last place is 5e-4 rad, so the graphs take
+    these very numbers."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    return 1.0 / config.rope_theta**exponents
 
 
 def sample(logits: Tensor, noise: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:

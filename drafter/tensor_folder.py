@@ -109,9 +109,7 @@ def _header(file: Path) -> list[TensorEntry]:
     try:
         with safe_open(file, "np") as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-            return [
-                TensorEntry(name, str(s.get_dtype()), tuple(s.get_shape()), file) for name, s in slices.items()
-            ]
+            return [TensorEntry(name, str(s.get_dtype()), tuple(s.get_shape()), file) for name, s in slices.items()]
     except (OSError, SafetensorError) as error:
         size = file.stat().st_size
         raise BadInputError(

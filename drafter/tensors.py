@@ -27,7 +27,10 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     if config.markov_head_type == "gated":
         shapes |= {"markov_head.gate_proj.weight": (r, h + r), "markov_head.gate_proj.bias": (r,)}
     if config.markov_head_type == "rnn":
-        shapes |= {"markov_head.joint_proj.weight": (3 * r, 2 * r + h), "markov_head.joint_proj.bias": (3 * r,)}
+        shapes |= {
+            "markov_head.joint_proj.weight": (3 * r, 2 * r + h),
+            "markov_head.joint_proj.bias": (3 * r,),
+        }
     if config.confidence_head:
         width = h + r if config.confidence_head_with_markov else h
         shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}

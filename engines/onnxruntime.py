@@ -91,7 +91,14 @@ class OnnxRuntimeEngine:
                 if spec.name in tensors:
                     tensor = tensors[spec.name]
                     self.bound[spec.name] = tensor  # the binding holds an address only
-                    side(spec.name, self.device, 0, _element_type(spec.dtype), spec.shape, _address(tensor, spec))
+                    side(
+                        spec.name,
+                        self.device,
+                        0,
+                        _element_type(spec.dtype),
+                        spec.shape,
+                        _address(tensor, spec),
+                    )
 
     def run(self) -> None:
         self.session.run_with_iobinding(self.binding)
@@ -116,9 +123,7 @@ def _import_onnxruntime() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        raise NotAvailableError(
-            "ONNX Runtime is not installed; pip install 'dspark-export[onnxruntime]'"
-        ) from error
+        raise NotAvailableError("ONNX Runtime is not installed; pip install 'dspark-export[onnxruntime]'") from error
     return onnxruntime
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from dspark.drafter.config import DrafterConfig
+from dspark.drafter.model import inverse_frequencies
 
 from .builder import GraphBuilder
 from .contract import Dtype, GraphSpec
@@ -133,9 +134,7 @@ class Backbone:
 
     def _rotation(self, positions: str) -> tuple[str, str]:
         """cos, sin [B, 1, N, D/2] of positions [B, N]; frequencies and angles in fp32."""
-        b, dim = self.b, self.config.head_dim
-        exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-        frequencies = np.float32(1.0) / np.float32(self.config.rope_theta) ** exponents
+        b, frequencies = self.b, inverse_frequencies(self.config).numpy()
         column = b.reshape(b.cast(positions, "float32"), self.batch, 1, self.rows, 1)
         angles = b.op("Mul", column, b.constant(frequencies, np.float32))
         return b.op("Cos", angles), b.op("Sin", angles)

@@ -74,9 +74,7 @@ class GraphBuilder:
         return self.op("Unsqueeze", value, self.constant(axes))
 
     def slice(self, value: str, axis: int, start: int, stop: int) -> str:
-        return self.op(
-            "Slice", value, self.constant([start]), self.constant([stop]), self.constant([axis])
-        )
+        return self.op("Slice", value, self.constant([start]), self.constant([stop]), self.constant([axis]))
 
     def split(self, value: str, axis: int, sizes: Sequence[int]) -> list[str]:
         return self.ops("Split", value, self.constant(sizes), outputs=len(sizes), axis=axis)

@@ -90,9 +90,7 @@ def export_bundle(
         graphs = []
         for number, spec in enumerate(plan.graphs):
             progress("graphs", number, len(plan.graphs))
-            write_graph(
-                model_from_spec(spec, checkpoint.config, options, plan.weights, identity), staging / spec.file
-            )
+            write_graph(model_from_spec(spec, checkpoint.config, options, plan.weights, identity), staging / spec.file)
             graphs.append(Graph(spec, staging / spec.file))
         reference = reference_from_tensors(checkpoint.config, checkpoint.load)
         report = prove(reference, graphs, options.dtype, runner, progress)
@@ -113,9 +111,7 @@ def prove(
     return report
 
 
-def _manifest(
-    checkpoint: Checkpoint, plan: ExportPlan, checkpoint_sha256: str, report: ParityReport
-) -> dict[str, Any]:
+def _manifest(checkpoint: Checkpoint, plan: ExportPlan, checkpoint_sha256: str, report: ParityReport) -> dict[str, Any]:
     config, options = checkpoint.config, plan.options
     target: dict[str, Any] = {
         "hidden_size": config.target_hidden_size,

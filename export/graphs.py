@@ -8,10 +8,11 @@ from pathlib import Path
 import onnx
 
 from dspark.drafter.config import DrafterConfig
-from dspark.drafter.errors import CheckFailedError
+from dspark.drafter.errors import CheckFailedError, IntegrityError
 
 from .backbone import add_block, add_context
 from .builder import GraphBuilder
+from .bundle import Bundle
 from .contract import ExportOptions, GraphSpec
 from .markov import add_markov_loop, add_markov_step
 from .version import tool_version
@@ -58,3 +59,25 @@ def write_graph(model: onnx.ModelProto, path: Path) -> None:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise CheckFailedError(f"{path.name}: onnx.checker refuses the graph: {error}") from error
+
+
+def check_identity(bundle: Bundle) -> None:
+    """Refuse a graph file that says that it is of another drafter, dtype or contract than the manifest.
+
+    Raises:
+        IntegrityError: with both values.
+    """
+    wanted = {
+        "dspark.checkpoint_sha256": bundle.manifest["checkpoint"]["sha256"],
+        "dspark.drafter": json.dumps(bundle.config.to_json()),
+        "dspark.dtype": bundle.dtype,
+    }
+    for graph in bundle.graphs:
+        model = onnx.load(str(graph.path), load_external_data=False)
+        found = {prop.key: prop.value for prop in model.metadata_props}
+        contract = {"dspark.graph": graph.spec.name, "dspark.tensors": json.dumps(graph.spec.to_json())}
+        for key, value in (wanted | contract).items():
+            if found.get(key) != value:
+                raise IntegrityError(
+                    f"{graph.path}: {key} is {found.get(key)!r}, the manifest says {value!r}; export again"
+                )

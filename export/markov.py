@@ -102,9 +102,7 @@ def _unrolled(config: DrafterConfig, spec: GraphSpec, b: GraphBuilder) -> tuple[
 def _loop(config: DrafterConfig, spec: GraphSpec, b: GraphBuilder) -> tuple[str, str]:
     body, batch = b.body(), spec.batch
     slot, condition, previous, state = "slot", "keep_going", "previous", "state"
-    base, hidden, noise = (
-        body.op("Gather", name, slot, axis=1) for name in ("base_logits", "hidden", "noise")
-    )
+    base, hidden, noise = (body.op("Gather", name, slot, axis=1) for name in ("base_logits", "hidden", "noise"))
     logits, next_state = MarkovHead(config, body, batch).logits(previous, base, hidden, state)
     token, q = draw(body, logits, noise, "temperature", batch, config.vocab_size)
     # A condition passed through fails in TensorRT where none is given; a constant true does not.
@@ -137,5 +135,3 @@ def _loop(config: DrafterConfig, spec: GraphSpec, b: GraphBuilder) -> tuple[str,
 
 def _zero_state(config: DrafterConfig, spec: GraphSpec, b: GraphBuilder) -> str:
     return b.constant(np.zeros((spec.batch, config.markov_rank)), np.float32)
-
-

@@ -7,6 +7,7 @@ one: q, k, v of a layer are one [q+2·kv, h] matrix for ``block``, and k, v the 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -63,7 +64,7 @@ class WeightPlan:
     def region(self, *names: str) -> WeightRegion:
         """One tensor, or several neighbours of equal width as one matrix (or vector) over all their rows."""
         parts = [self.tensors[name] for name in names]
-        for left, right in zip(parts, parts[1:], strict=False):
+        for left, right in itertools.pairwise(parts):
             assert left.offset + left.bytes == right.offset, (left, right)
         rows = sum(part.shape[0] for part in parts)
         return WeightRegion("+".join(names), parts[0].dtype, (rows, *parts[0].shape[1:]), parts[0].offset)
@@ -82,9 +83,7 @@ def plan_weights(config: DrafterConfig, dtype: Dtype, tied: bool) -> WeightPlan:
         end = offset
     if tied:
         embedding = regions["embed_tokens.weight"]
-        regions["lm_head.weight"] = WeightRegion(
-            "lm_head.weight", embedding.dtype, embedding.shape, embedding.offset
-        )
+        regions["lm_head.weight"] = WeightRegion("lm_head.weight", embedding.dtype, embedding.shape, embedding.offset)
     return WeightPlan(regions, tied)
 
 
