@@ -62,7 +62,7 @@ def command(
     tokenizer = TransformersTokenizer(folder)
     request = Request(tokenizer.encode_chat([{"role": "user", "content": prompt}]), sampling, max_new_tokens)
     drafting = Drafting(opened, backend_from_name(backend), opened.batches[0])
-    model = TransformersTarget(folder, opened.config.target_layer_ids)
+    model = TransformersTarget(folder, opened.config.target_layer_ids, opened.config.proposals + 1)
 
     stream, parts = tokenizer.stream(), list[str]()
     streaming = not console.as_json and not console.quiet

@@ -49,6 +49,11 @@ class Drafting:
         self._contexts: dict[int, tuple[Engine, dict[str, Array]]] = {}
         self._engines: dict[tuple[str, int], Engine] = {}
         self._resize(self.capacities[0])
+        # Loaded now, so that no round pays for it; a larger capacity is loaded when it is reached.
+        self._engine("block", self._capacity)
+        self._engine("markov_loop" if markov == "loop" else "markov_step", 0)
+        for size in bundle.sizes("context", batch):
+            self._context(size)
 
     @property
     def capacity(self) -> int:

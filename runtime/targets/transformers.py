@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 from dspark.drafter.errors import BadInputError, NotAvailableError
 
 from ..target import Capabilities, RaggedBatch, Rows
+from .packed_linear import pack_linear_layers
 
 
 class TransformersTarget:
@@ -21,17 +23,20 @@ class TransformersTarget:
         path: a local model folder.
         target_layer_ids: layers whose output becomes the feature rows, in this order; −1 is the embedding.
             Empty: no features.
+        verify_rows: rows of one request's verification, K + 1, that the linear layers are packed for; 0: none.
 
     Raises:
         NotAvailableError: transformers is not installed.
         BadInputError: the folder holds no causal language model that transformers loads.
     """
 
-    def __init__(self, path: Path, target_layer_ids: Sequence[int] = (), threads: int | None = None) -> None:
+    def __init__(self, path: Path, target_layer_ids: Sequence[int] = (), verify_rows: int = 0) -> None:
         self.torch, self.transformers = _import_transformers()
-        if threads:
-            self.torch.set_num_threads(threads)
         self.model = self._load(path)
+        pack_linear_layers(self.model, verify_rows)
+        # transformers 5.24 renames the argument and warns of the old name
+        named = inspect.signature(self.model.forward).parameters
+        self._cache_argument = "cache" if "cache" in named else "past_key_values"
         self.caches: dict[int, Any] = {}
         self.committed: dict[int, int] = {}  # rows that are kept, per slot
         self._taps: list[Any] = []
@@ -76,7 +81,7 @@ class TransformersTarget:
             outputs = self.model(
                 input_ids=torch.tensor([token_ids]),
                 position_ids=torch.arange(start, start + len(token_ids))[None],
-                past_key_values=self.caches[slot],
+                **{self._cache_argument: self.caches[slot]},
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
             )
