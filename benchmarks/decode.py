@@ -52,7 +52,8 @@ def main(
     output: Path | None,
 ) -> None:
     opened, folder = open_bundle(bundle), target_folder(target)
-    model, tokenizer = TransformersTarget(folder, opened.config.target_layer_ids, opened.config.proposals + 1), TransformersTokenizer(folder)
+    model = TransformersTarget(folder, opened.config.target_layer_ids, opened.config.proposals + 1)
+    tokenizer = TransformersTokenizer(folder)
     drafting = Drafting(opened, backend_from_name("onnxruntime"), opened.batches[0])
     sampling = Sampling(temperature)
     runs: defaultdict[tuple[str, str], list[tuple[Generation, Generation]]] = defaultdict(list)

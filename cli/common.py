@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
-from dspark.drafter.errors import DsparkError, NotAvailableError
+from dspark.drafter.errors import BadInputError, DsparkError, NotAvailableError
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 INTERRUPTED = 130
@@ -79,15 +79,17 @@ def command(name: str) -> Callable[[Callable[..., None]], click.Command]:
             try:
                 function(console, **arguments)
             except DsparkError as error:
-                _fail(console, error.exit_code, error.kind, error.message, dict(error.details))
+                fail(console, error.exit_code, error.kind, error.message, dict(error.details))
             except KeyboardInterrupt:
-                _fail(console, INTERRUPTED, "interrupted", "interrupted; nothing was left behind", {})
+                fail(console, INTERRUPTED, "interrupted", "interrupted; nothing was left behind", {})
             except BrokenPipeError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 sys.exit(0)
+            except OSError as error:  # no permission, a name too long, a disk that fails
+                fail(console, BadInputError.exit_code, BadInputError.kind, _of_system(error), {"errno": error.errno})
             except ImportError as error:
                 missing = NotAvailableError(f"{error.name or error} is not installed; pip install {error.name}")
-                _fail(console, missing.exit_code, missing.kind, missing.message, {})
+                fail(console, missing.exit_code, missing.kind, missing.message, {})
 
         run.params.sort(key=lambda parameter: parameter.name in ("as_json", "quiet"))
         return run
@@ -95,11 +97,16 @@ def command(name: str) -> Callable[[Callable[..., None]], click.Command]:
     return decorate
 
 
+def _of_system(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+
+
 def _interrupt(number: int, frame: Any) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _fail(console: Console, code: int, kind: str, message: str, details: dict[str, Any]) -> NoReturn:
+def fail(console: Console, code: int, kind: str, message: str, details: dict[str, Any]) -> NoReturn:
+    """End the process with one message on stderr, and with ``--json`` the error as JSON on stdout."""
     console.progress.clear()
     if console.as_json:
         error = {"code": code, "kind": kind, "message": message, "details": details}

@@ -51,7 +51,6 @@ def command(
     from dspark.engines.backend import backend_from_name
     from dspark.export.atomic import check_output
     from dspark.export.contract import ExportOptions, default_context
-    from dspark.export.exporter import export_bundle, plan_export
     from dspark.runtime.targets import target_folder
 
     check_output(output, force)
@@ -61,11 +60,13 @@ def command(
     options = ExportOptions(
         dtype=_DTYPES[dtype],  # type: ignore[arg-type]
         batch=numbers("batch", batch),
-        context=numbers("context", context) if context else default_context(opened.config),
+        context=default_context(opened.config) if context is None else numbers("context", context),
         prefill=prefill,
         markov=markov,
         opset=opset,
     )
+    from dspark.export.exporter import export_bundle, plan_export  # torch: seconds, so after all that may be refused
+
     if dry_run:
         plan = plan_export(opened, options).to_json()
         files = "\n".join(graph["file"] for graph in plan["graphs"])

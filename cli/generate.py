@@ -14,7 +14,7 @@ from .common import Console, command as dspark_command
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--target", required=True, help="Folder, hub id, or smollm2.")
 @click.option("--prompt", required=True, help="What the user says; the target's chat template is applied.")
-@click.option("--max-new-tokens", type=int, default=256, show_default=True)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True)
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=float, default=1.0, show_default=True)
 @click.option("--top-k", type=int, default=0, show_default=True, help="0: all tokens.")
@@ -59,9 +59,10 @@ def command(
     faults = list(open_target(folder).faults(opened.config))
     if faults:
         raise BadInputError(f"{bundle}: " + "; ".join(faults), faults=faults)
+    engines = backend_from_name(backend)
     tokenizer = TransformersTokenizer(folder)
     request = Request(tokenizer.encode_chat([{"role": "user", "content": prompt}]), sampling, max_new_tokens)
-    drafting = Drafting(opened, backend_from_name(backend), opened.batches[0])
+    drafting = Drafting(opened, engines, opened.batches[0])
     model = TransformersTarget(folder, opened.config.target_layer_ids, opened.config.proposals + 1)
 
     stream, parts = tokenizer.stream(), list[str]()

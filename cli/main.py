@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import click
+
+from .common import INTERRUPTED, Console, fail
 
 COMMANDS = {
     "inspect": "Say what a checkpoint or a bundle is.",
@@ -17,6 +21,21 @@ COMMANDS = {
 
 class LazyGroup(click.Group):
     """A group that imports a command's module only to run that command."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **settings: Any) -> Any:
+        """Run; what click itself refuses is reported like every other error."""
+        words = sys.argv[1:] if args is None else list(args)
+        console = Console("--json" in words, "--quiet" in words)
+        try:
+            sys.exit(super().main(words, *rest, **{**settings, "standalone_mode": False}))
+        except click.UsageError as error:
+            if not words:  # the help
+                error.show()
+                sys.exit(error.exit_code)
+            hint = f"; see {error.ctx.command_path} --help" if error.ctx else ""
+            fail(console, error.exit_code, "usage", error.format_message().rstrip(".") + hint, {})
+        except click.Abort:
+            fail(console, INTERRUPTED, "interrupted", "interrupted; nothing was left behind", {})
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -26,12 +26,9 @@ def command(console: Console, bundle: Path, checkpoint: Path | None, target: str
     """
     from dspark.drafter.checkpoint import open_checkpoint
     from dspark.drafter.errors import BadInputError, IntegrityError
-    from dspark.drafter.model import reference_from_tensors
     from dspark.drafter.target import open_target
     from dspark.engines.backend import backend_from_name
     from dspark.export.bundle import open_bundle
-    from dspark.export.graphs import check_identity
-    from dspark.export.parity import check_parity
     from dspark.runtime.targets import target_folder
 
     opened = open_bundle(bundle)
@@ -46,6 +43,10 @@ def command(console: Console, bundle: Path, checkpoint: Path | None, target: str
                 f"{checkpoint} is {source.sha256()}"
             )
         load = source.load
+    from dspark.drafter.model import reference_from_tensors  # torch: seconds, so after all that may be refused
+    from dspark.export.graphs import check_identity
+    from dspark.export.parity import check_parity
+
     check_identity(opened)
     reference = reference_from_tensors(opened.config, load)
     runner = backend_from_name(backend)

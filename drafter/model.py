@@ -183,7 +183,7 @@ class ReferenceDrafter:
         return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, self.config.head_dim)).transpose(1, 2)  # [B, heads, N, D]
+        return x.view(*x.shape[:-1], heads, self.config.head_dim).transpose(1, 2)  # [B, heads, N, D]
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.config.rms_norm_eps)

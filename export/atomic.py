@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -24,7 +25,9 @@ def check_output(output: Path, force: bool) -> None:
     """
     if output.exists() and not force:
         raise UsageError(f"{output}: exists already; add --force to replace it", path=str(output))
-    parent = output.absolute().parent
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"{output}: is no folder; give another --output", path=str(output))
+    parent = output.resolve().parent
     existing = next(folder for folder in [parent, *parent.parents] if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(f"{output}: {existing} is no folder that can be written to", path=str(output))
@@ -32,7 +35,7 @@ def check_output(output: Path, force: bool) -> None:
 
 def check_space(output: Path, needed: int) -> None:
     """Raises ``NotAvailableError`` where the disk of ``output`` has fewer than ``needed`` bytes left."""
-    parent = output.absolute().parent
+    parent = output.resolve().parent
     free = shutil.disk_usage(next(folder for folder in [parent, *parent.parents] if folder.exists())).free
     if free < needed:
         raise NotAvailableError(
@@ -51,23 +54,31 @@ def atomic_folder(output: Path, force: bool) -> Iterator[Path]:
         NotAvailableError: no space left.
     """
     check_output(output, force)
-    output = output.absolute()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(output)
-    staging = output.parent / f".{output.name}.{os.getpid()}.partial"
-    staging.mkdir()
-    lock = _lock(staging)
+    output = output.resolve()  # of a link, what it points at is replaced
     try:
-        yield staging
-        _flush(staging)
-        _take_place(staging, output, force)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(output)
+        with _staging(output) as staging:
+            yield staging
+            _flush(staging)
+            _take_place(staging, output, force)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NotAvailableError(f"{output}: no space left on the disk; nothing was written") from error
         raise
+
+
+@contextlib.contextmanager
+def _staging(output: Path) -> Iterator[Path]:
+    """A locked folder beside ``output``; whatever has this name at the end is removed."""
+    folder = output.parent / f".{output.name}.{os.getpid()}.partial"
+    folder.mkdir()
+    lock = _lock(folder)
+    try:
+        yield folder
     finally:
         os.close(lock)
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         _flush_folder(output.parent)
 
 
@@ -96,7 +107,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _remove_abandoned(output: Path) -> None:
     """Staging folders of this output whose process is gone: their lock is free."""
-    for folder in output.parent.glob(f".{output.name}.*.partial"):
+    for folder in output.parent.glob(f".{glob.escape(output.name)}.*.partial"):
         try:
             lock = _lock(folder)
         except OSError:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
+_PARTS = {"tool", "drafter", "checkpoint", "target", "export", "graphs", "weights", "parity", "files"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ def open_bundle(path: Path) -> Bundle:
             raise BadInputError(
                 f"{path}: has schema version {version}, this tool reads {SCHEMA_VERSION}", version=version
             )
+        if absent := _PARTS - set(manifest):
+            raise IntegrityError(f"{file}: is damaged: states no {', '.join(sorted(absent))}; export again")
         config = DrafterConfig.from_json(manifest["drafter"])
         graphs = tuple(Graph(GraphSpec.from_json(data), path / data["file"]) for data in manifest["graphs"])
         files = {name: (data["sha256"], data["bytes"]) for name, data in manifest["files"].items()}

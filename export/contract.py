@@ -103,8 +103,7 @@ class ExportOptions:
 def default_context(config: DrafterConfig) -> tuple[int, ...]:
     """The usual capacities, as far as the drafter's positions go."""
     limit = config.max_position_embeddings
-    usual = ExportOptions.__dataclass_fields__["context"].default
-    return tuple(size for size in usual if size <= limit) or (limit,)
+    return tuple(size for size in ExportOptions().context if size <= limit) or (limit,)
 
 
 def graph_specs(config: DrafterConfig, options: ExportOptions) -> tuple[GraphSpec, ...]:

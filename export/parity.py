@@ -268,7 +268,7 @@ class _Driver:
         self.comparison.values(block.spec, "base_logits", found["base_logits"], base)
         self.comparison.values(block.spec, "hidden", found["hidden"], hidden)
 
-        shared = {"anchor": anchor, "noise": noise, "temperature": temperature}
+        shared: Arrays = {"anchor": anchor, "noise": noise, "temperature": temperature}
         wanted = self.reference.markov_loop(
             torch.from_numpy(anchor), base, hidden, torch.from_numpy(noise), torch.from_numpy(temperature)
         )

@@ -157,7 +157,7 @@ def _converted(region: WeightRegion, tensor: torch.Tensor) -> memoryview:
             tensor=region.name,
             largest=largest,
         )
-    return memoryview(converted.view(torch.uint8).numpy()).cast("B")
+    return converted.view(torch.uint8).numpy().data.cast("B")
 
 
 def _groups(config: DrafterConfig) -> list[list[str]]:

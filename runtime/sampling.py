@@ -65,7 +65,8 @@ def truncated(law: Law, sampling: Sampling) -> Law:
         order = order[: int(np.searchsorted(mass, sampling.top_p * mass[-1])) + 1]
     kept = np.zeros_like(law)
     kept[order] = law[order]
-    return kept / kept.sum()
+    normalised: Law = kept / kept.sum()
+    return normalised
 
 
 def draw(law: Law, noise: float) -> int:

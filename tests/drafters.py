@@ -52,7 +52,7 @@ def make_checkpoint(
     for name, shape in tensor_shapes(config).items():
         if not shared and name in ("embed_tokens.weight", "lm_head.weight"):
             continue
-        scale = 0.3 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5
+        scale = 0.3 if len(shape) == 1 else 1.0 / shape[-1] ** 0.5
         values = torch.randn(shape, generator=generator) * scale
         tensors[name] = (values + 1 if "norm" in name else values).to(dtype)
     folder.mkdir(parents=True, exist_ok=True)

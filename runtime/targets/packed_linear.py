@@ -25,7 +25,7 @@ def pack_linear_layers(model: nn.Module, rows: int) -> int:
     """
     import torch
 
-    if not torch.backends.mkl.is_available() or not hasattr(torch.ops.mkl, "_mkl_linear") or rows <= _FAST_ALREADY:
+    if not hasattr(torch.ops.mkl, "_mkl_linear") or rows <= _FAST_ALREADY:
         return 0
     packed = 0
     for module in model.modules():
@@ -54,7 +54,7 @@ def _pack(module: nn.Linear, rows: int) -> None:
             return torch.nn.functional.linear(x, module.weight, module.bias)
         if given < rows:
             flat = torch.nn.functional.pad(flat, (0, 0, 0, rows - given))
-        y = torch.ops.mkl._mkl_linear(flat, matrix, weight, module.bias, rows)
-        return y[:given].unflatten(0, x.shape[:-1])
+        y: Tensor = torch.ops.mkl._mkl_linear(flat, matrix, weight, module.bias, rows)
+        return y[:given].view(*x.shape[:-1], -1)
 
-    module.forward = forward
+    module.forward = forward  # type: ignore[method-assign,assignment]

@@ -1,0 +1,52 @@
+"""The reference model against DeepSpec's own numbers (golden/deepspec, commit afdfa7c)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from golden import CASES, Golden, load_golden
+
+from dspark.drafter.checkpoint import open_checkpoint
+from dspark.drafter.model import ReferenceDrafter, reference_from_tensors, sample
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matches_deepspec(shared: Path, case: str) -> None:
+    golden = load_golden(shared / "golden" / "deepspec" / case)
+    checkpoint = open_checkpoint(golden.folder)
+    model = reference_from_tensors(checkpoint.config, checkpoint.load)
+    for found, wanted, name in _rounds(model, golden):
+        error = float((found - wanted).abs().max() / wanted.abs().max())
+        assert error < 1e-5, f"{name}: {error}"
+
+
+def _rounds(model: ReferenceDrafter, golden: Golden):  # type: ignore[no-untyped-def]
+    config = model.config
+    shape = (config.num_hidden_layers, 1, config.num_key_value_heads, 64, config.head_dim)
+    k, v = torch.zeros(shape), torch.zeros(shape)
+    for r in golden.rounds:
+        first, last = r.feature_positions
+        k[..., first:last, :], v[..., first:last, :] = model.context(
+            r.tensor("features")[None], torch.arange(first, last)[None]
+        )
+        base, hidden = model.block(torch.tensor([r.anchor]), torch.tensor([r.start]), k, v)
+        yield base[0], r.tensor("base_logits"), "base_logits"
+        yield hidden[0], r.tensor("hidden"), "hidden"
+        state, logits, confidence = torch.zeros(1, config.markov_rank), [], []
+        for slot, previous in enumerate(r.tensor("previous")):
+            bias, state = model.markov_bias(previous[None], hidden[:, slot], state)
+            logits.append(base[:, slot] if bias is None else base[:, slot] + bias)
+            confidence.append(model.confidence_logit(previous[None], hidden[:, slot]))
+        yield torch.cat(logits), r.tensor("logits"), "logits"
+        if config.confidence_head:
+            yield torch.cat(confidence), r.tensor("confidence_logits"), "confidence_logits"
+
+
+def test_sample_is_greedy_at_temperature_zero() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
+    token, q = sample(logits, torch.tensor([0.99, 0.0]), torch.tensor([0.0, 1.0]))
+    assert token.tolist() == [1, 0]
+    assert q[0].tolist() == [0.0, 1.0, 0.0]
+    torch.testing.assert_close(q[1], torch.softmax(logits[1], dim=0))
