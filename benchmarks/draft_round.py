@@ -2,8 +2,10 @@
 
     python benchmarks/draft_round.py BUNDLE
 
-Same process, same threads, rounds in turn; medians and the median of the paired ratios. The eager side is the reference
-model on a cache of exactly the context's length; the engine's cache has the bundle's capacity. Floor: bytes of weights
+Same process, same threads, groups of rounds in turn; medians, and the median over pairs of groups of the ratio of their
+medians. With ``--group 1`` each engine round directly follows an eager one and competes with PyTorch's threads, which
+spin on for some milliseconds after their work. The eager side is the reference model on a cache of exactly the
+context's length; the engine's cache has the bundle's capacity. Floor: bytes of weights
 that a round must read ÷ measured read bandwidth, with the Markov table W2 read once per slot, and once per round (where
 it stays in the processor's cache).
 """
@@ -31,22 +33,23 @@ from dspark.runtime.sampling import Sampling
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--context", type=int, default=200, show_default=True, help="Context length at the first round.")
 @click.option("--rows", type=int, default=3, show_default=True, help="Feature rows appended per round.")
-@click.option("--rounds", type=int, default=60, show_default=True)
+@click.option("--pairs", type=int, default=15, show_default=True)
+@click.option("--group", type=int, default=8, show_default=True, help="Rounds of one side before the other's turn.")
 @click.option("--threads", type=int, default=2, show_default=True)
 @click.option("--temperature", type=float, default=0.0, show_default=True)
-def main(bundle: Path, context: int, rows: int, rounds: int, threads: int, temperature: float) -> None:
+def main(bundle: Path, context: int, rows: int, pairs: int, group: int, threads: int, temperature: float) -> None:
     opened = open_bundle(bundle)
     torch.set_num_threads(threads)
     engine = engine_round(opened, context, rows, threads, temperature)
     eager = eager_round(opened, context, rows, temperature)
-    pairs = [(timed(engine), timed(eager)) for _ in range(rounds + 5)][5:]
+    groups = [(median(engine, group), median(eager, group)) for _ in range(pairs + 1)][1:]
     gb_per_second = bandwidth()
     per_slot, once = (1e3 * weight_bytes(opened, times) / gb_per_second / 1e9 for times in (opened.config.proposals, 1))
-    engine_ms, eager_ms = (1e3 * statistics.median(side) for side in zip(*pairs, strict=True))
+    engine_ms, eager_ms = (1e3 * statistics.median(side) for side in zip(*groups, strict=True))
     figures = {
         "engine_ms": engine_ms,
         "eager_ms": eager_ms,
-        "ratio": statistics.median(a / b for a, b in pairs),
+        "ratio": statistics.median(a / b for a, b in groups),
         "bandwidth_gb_per_second": gb_per_second,
         "floor_ms_w2_per_slot": per_slot,
         "ratio_to_floor_w2_per_slot": engine_ms / per_slot,
@@ -87,6 +90,10 @@ def eager_round(bundle: Bundle, context: int, rows: int, temperature: float) -> 
             model.markov_loop(torch.tensor([17]), base, hidden, noise, heat)
 
     return run
+
+
+def median(function: Callable[[], None], group: int) -> float:
+    return statistics.median(timed(function) for _ in range(group))
 
 
 def timed(function: Callable[[], None]) -> float:

@@ -70,8 +70,9 @@ class OnnxRuntimeEngine:
         options.intra_op_num_threads = backend.threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        # Spinning threads would take the cores from the target's between calls: a round takes twice as long with them.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # Threads spin inside a run, where operators are short, and stop with it: between runs they would take the cores
+        # from the target's threads (measured: a verify step takes twice as long).
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         if graph.model is not None:
             options.add_session_config_entry(
                 "session.model_external_initializers_file_folder_path", str(graph.path.parent)
