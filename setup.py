@@ -12,7 +12,7 @@ setup(
     python_requires=">=3.11",
     packages=[f"dspark.{room}" for room in ROOMS],
     package_dir={f"dspark.{room}": room.replace(".", "/") for room in ROOMS},
-    package_data={"dspark.drafter": ["py.typed"]},
+    package_data={f"dspark.{room}": ["py.typed"] for room in ROOMS},
     entry_points={"console_scripts": ["dspark-export = dspark.cli.main:main"]},
     install_requires=[
         "click>=8.1",

@@ -49,11 +49,11 @@ def command(
     from dspark.drafter.checkpoint import open_checkpoint
     from dspark.drafter.target import open_target
     from dspark.engines.backend import backend_from_name
-    from dspark.export.atomic import check_output
+    from dspark.export.bundle import check_bundle_output
     from dspark.export.contract import ExportOptions, default_context
     from dspark.runtime.targets import target_folder
 
-    check_output(output, force)
+    check_bundle_output(output, force)
     opened = open_checkpoint(checkpoint)  # its own faults first: a target may take long to fetch
     if target:
         opened = open_checkpoint(checkpoint, open_target(target_folder(target)))

@@ -81,7 +81,9 @@ class OnnxRuntimeEngine:
         try:
             self.session = self.runtime.InferenceSession(source, options, providers=[_PROVIDERS[self.device]])
         except Exception as error:  # ONNX Runtime raises classes of its own, with no common base
-            raise DsparkError(f"{graph.path}: ONNX Runtime cannot load it: {error}") from error
+            raise NotAvailableError(
+                f"{graph.path}: ONNX Runtime {self.runtime.__version__} cannot load it: {error}"
+            ) from error
         self.binding = self.session.io_binding()
         self.bound: dict[str, Array] = {}
 

@@ -56,16 +56,30 @@ def atomic_folder(output: Path, force: bool) -> Iterator[Path]:
     check_output(output, force)
     output = output.resolve()  # of a link, what it points at is replaced
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(output)
-        with _staging(output) as staging:
-            yield staging
-            _flush(staging)
-            _take_place(staging, output, force)
+        with _parents(output):
+            _remove_abandoned(output)
+            with _staging(output) as staging:
+                yield staging
+                _flush(staging)
+                _take_place(staging, output, force)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NotAvailableError(f"{output}: no space left on the disk; nothing was written") from error
         raise
+
+
+@contextlib.contextmanager
+def _parents(output: Path) -> Iterator[None]:
+    """The folders that ``output`` lies in; those made for it go again where nothing came to lie in them."""
+    missing = [folder for folder in output.parents if not folder.exists()]  # innermost first
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        if not output.exists():
+            with contextlib.suppress(OSError):
+                for folder in missing:
+                    folder.rmdir()
 
 
 @contextlib.contextmanager

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.drafter.config import DrafterConfig
-from dspark.drafter.errors import BadInputError, IntegrityError
+from dspark.drafter.errors import BadInputError, IntegrityError, UsageError
 
+from .atomic import check_output
 from .contract import GraphSpec
 from .weights import FILE as WEIGHTS_FILE, WeightRegion, read_tensor
 
@@ -99,6 +100,17 @@ def open_bundle(path: Path) -> Bundle:
     if missing:
         raise IntegrityError(f"{file}: states no hash for {', '.join(sorted(missing))}; export again")
     return Bundle(path, manifest, config, graphs)
+
+
+def check_bundle_output(output: Path, force: bool) -> None:
+    """Before any work: ``output`` can be written, and ``force`` replaces nothing but a bundle or an empty folder.
+
+    Raises:
+        UsageError: otherwise.
+    """
+    check_output(output, force)
+    if output.is_dir() and any(output.iterdir()) and not (output / MANIFEST).is_file():
+        raise UsageError(f"{output}: holds something that is no bundle, --force does not replace it", path=str(output))
 
 
 def write_manifest(path: Path, manifest: dict[str, Any], hashes: dict[str, str]) -> None:

@@ -11,8 +11,8 @@ from dspark.drafter.checkpoint import Checkpoint
 from dspark.drafter.model import ReferenceDrafter, reference_from_tensors
 from dspark.drafter.tensors import SHARED_TENSORS
 
-from .atomic import atomic_folder, check_output, check_space
-from .bundle import Bundle, Graph, open_bundle, write_manifest
+from .atomic import atomic_folder, check_space
+from .bundle import Bundle, Graph, check_bundle_output, open_bundle, write_manifest
 from .contract import ExportOptions, GraphSpec, graph_specs
 from .graphs import identity_of, model_from_spec, write_graph
 from .parity import ParityReport, Runner, check_parity
@@ -74,7 +74,7 @@ def export_bundle(
         CheckFailedError: parity does not hold; no bundle is left.
         UsageError, BadInputError, NotAvailableError: found before or while writing; nothing is left.
     """
-    check_output(output, force)
+    check_bundle_output(output, force)
     plan = plan_export(checkpoint, options)
     check_space(output, plan.weights.bytes + _GRAPH_BYTES * len(plan.graphs))
     with atomic_folder(output, force) as staging:

@@ -6,10 +6,12 @@ It is dequantised to fp32 once and kept as an ordinary Hugging Face folder, name
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import importlib.metadata
 import importlib.util
+import io
 import os
+import sys
 import warnings
 from pathlib import Path
 
@@ -61,8 +63,11 @@ def _dequantise(source: Path, folder: Path) -> None:
             f"{error.name} is not installed; pip install 'dspark-export[transformers,demo]'"
         ) from error
     logging.disable_progress_bar()
-    with warnings.catch_warnings():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        if not sys.stderr.isatty():  # transformers draws progress bars wherever it runs
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         # A model that came from GGUF refuses to be saved, so its weights move into a plain one.

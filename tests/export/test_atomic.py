@@ -19,6 +19,7 @@ from dspark.drafter.checkpoint import open_checkpoint
 from dspark.drafter.errors import NotAvailableError, UsageError
 from dspark.engines.backend import backend_from_name
 from dspark.export.atomic import atomic_folder, check_output, check_space
+from dspark.export.bundle import check_bundle_output
 from dspark.export.contract import ExportOptions
 from dspark.export.exporter import export_bundle
 
@@ -221,3 +222,17 @@ def test_a_killed_writer_leaves_old_or_new(tmp_path: Path) -> None:
                 (staging / name).write_text("first")
         assert names(tmp_path) == ["output"]
     assert interrupted  # else the writer was never hit at work
+
+
+def test_folders_made_on_the_way_go_again(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        begin(tmp_path / "new" / "deep" / "output", False, RuntimeError())
+    assert names(tmp_path) == []
+
+
+def test_force_replaces_bundles_only(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("work of years")
+    with pytest.raises(UsageError, match="is no bundle, --force does not replace it"):
+        check_bundle_output(tmp_path, force=True)
+    (tmp_path / "empty").mkdir()
+    check_bundle_output(tmp_path / "empty", force=True)

@@ -107,7 +107,7 @@ def test_blocks_cover_the_vocabulary(vocab: int) -> None:
 
 
 def test_chi_squared_through_the_real_graphs(bundle: Bundle) -> None:
-    """1.2e5 draws of the exported step and loop against their own q; a wrong q is refused by the same test."""
+    """1.2e5 draws of the exported loop against its own q; a wrong q is refused by the same test."""
     graph = bundle.graph("markov_loop", 3)
     run = onnxruntime.InferenceSession(str(graph.path), providers=["CPUExecutionProvider"])
     random = np.random.default_rng(1)
