@@ -58,7 +58,11 @@ class OnnxRuntimeBackend:
         return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
 
     def to_host(self, tensor: Array) -> NDArray[Any]:
-        return tensor if isinstance(tensor, np.ndarray) else np.asarray(tensor.float().cpu())
+        if isinstance(tensor, np.ndarray):
+            return tensor
+        import torch
+
+        return np.asarray((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu())
 
 
 class OnnxRuntimeEngine:
@@ -104,7 +108,13 @@ class OnnxRuntimeEngine:
                     )
 
     def run(self) -> None:
+        if self.device == "cuda":  # torch writes the inputs on a stream of its own
+            import torch
+
+            torch.cuda.current_stream().synchronize()
         self.session.run_with_iobinding(self.binding)
+        if self.device == "cuda":
+            self.binding.synchronize_outputs()
 
 
 def _address(tensor: Array, spec: TensorSpec) -> int:

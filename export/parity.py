@@ -225,7 +225,9 @@ class _Driver:
             for tensor in (self.k, self.v):
                 tensor[:] = torch.from_numpy(self.random.standard_normal(cache.shape))
             self._prefill = 1
-        self.graph_cache = {name: tensor.numpy().astype(cache.dtype) for name, tensor in self._caches()}
+        # numpy has no bf16; a device that has takes fp32 and rounds
+        dtype = "float32" if cache.dtype == "bfloat16" else cache.dtype
+        self.graph_cache = {name: tensor.numpy().astype(dtype) for name, tensor in self._caches()}
         self._append(np.minimum(self._prefill - np.arange(self.batch) % self._prefill, capacity - self.length))
 
     def _caches(self) -> tuple[tuple[str, torch.Tensor], ...]:

@@ -91,11 +91,8 @@ class Drafting:
         """
         begun = time.perf_counter()
         slots = list(anchors)
-        anchor, uniform = (
-            np.zeros(self.batch, np.int64),
-            np.zeros((self.batch, self.config.proposals), np.float32),
-        )
-        temperature = np.zeros(self.batch, np.float32)
+        anchor, temperature = np.zeros(self.batch, np.int64), np.zeros(self.batch, np.float32)
+        uniform = np.zeros((self.batch, self.config.proposals), np.float32)
         for slot in slots:
             anchor[slot], uniform[slot] = anchors[slot], noise[slot]
             temperature[slot] = sampling[slot].temperature
