@@ -15,6 +15,7 @@ from dspark.export.contract import TensorSpec
 
 from .backend import Array, Evaluator
 
+_FEW_ROWS = 32
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
@@ -71,7 +72,10 @@ class OnnxRuntimeEngine:
     def __init__(self, graph: Graph, backend: OnnxRuntimeBackend) -> None:
         self.graph, self.device, self.runtime = graph, backend.device, backend.runtime
         options = self.runtime.SessionOptions()
-        options.intra_op_num_threads = backend.threads
+        # The few rows of a round are too little work to wait for a second thread, which after a verify step of PyTorch
+        # finds its core taken for some milliseconds.
+        few_rows = graph.spec.name == "context" and graph.spec.batch * graph.spec.size <= _FEW_ROWS
+        options.intra_op_num_threads = 1 if few_rows else backend.threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
         # Threads spin inside a run, where operators are short, and stop with it: between runs they would take the cores
