@@ -204,6 +204,20 @@ def test_loop_and_steps_draft_the_same(bundle: Bundle, backend: Backend) -> None
     np.testing.assert_allclose(one.confidence_logits, other.confidence_logits, atol=1e-5)
 
 
+def test_rows_move_into_the_larger_cache(bundle: Bundle, backend: Backend) -> None:
+    """A context that grew from C = 64 to C = 192 drafts what the same context appended at once does."""
+    features = np.random.default_rng(0).standard_normal((80, 64)).astype(np.float32)
+    noise = np.random.default_rng(1).random(5, dtype=np.float32)
+    laws = []
+    for cut in (40, 80):
+        drafting = Drafting(bundle, backend)
+        for part in (features[:cut], features[cut:]):
+            if len(part):
+                drafting.append({0: part})
+        laws.append(drafting.draft({0: 17}, {0: noise}, {0: Sampling(temperature=0.8)}).q)
+    np.testing.assert_allclose(laws[0], laws[1], atol=1e-5)
+
+
 def test_truncated_drafts_stay_inside_their_law(bundle: Bundle, backend: Backend) -> None:
     drafting = Drafting(bundle, backend)
     sampling = Sampling(temperature=1.5, top_k=4, top_p=0.95)
