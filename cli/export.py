@@ -76,7 +76,7 @@ def command(
     bundle, report = export_bundle(opened, output, options, backend, force, console.progress)
     parity = report.to_json()
     text = f"{parity_table(parity)}\n\n{bundle.path}: complete, parity holds"
-    console.result({"bundle": str(output), **_parity_json(parity)}, text)
+    console.result({"bundle": str(output), **parity_json(parity)}, text)
 
 
 def numbers(name: str, text: str) -> tuple[int, ...]:
@@ -102,5 +102,6 @@ def parity_table(parity: dict[str, Any]) -> str:
     return f"reference against {parity['runner']}{shadow}\n{table(rows)}"
 
 
-def _parity_json(parity: dict[str, Any]) -> dict[str, Any]:
+def parity_json(parity: dict[str, Any]) -> dict[str, Any]:
+    """The parity report under the keys that other tools rely on (DESIGN §8)."""
     return {"parity": parity["outputs"], "runner": parity["runner"], "fp32_shadow": parity["fp32_shadow"]}

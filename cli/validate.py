@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from .common import Console, command as dspark_command
-from .export import parity_table
+from .export import parity_json, parity_table
 
 
 @dspark_command("validate")
@@ -44,20 +44,12 @@ def command(console: Console, bundle: Path, checkpoint: Path | None, target: str
             )
         load = source.load
     from dspark.drafter.model import reference_from_tensors  # torch: seconds, so after all that may be refused
+    from dspark.export.exporter import prove
     from dspark.export.graphs import check_identity
-    from dspark.export.parity import check_parity
 
     check_identity(opened)
     reference = reference_from_tensors(opened.config, load)
-    runner = backend_from_name(backend)
-    report = check_parity(
-        reference, opened.graphs, opened.dtype, runner,
-        progress=lambda done, total: console.progress("parity", done, total),
-    )  # fmt: skip
-    report.require()
+    report = prove(reference, opened.graphs, opened.dtype, backend_from_name(backend), console.progress)
     parity = report.to_json()
-    console.result(
-        {"bundle": str(bundle), "parity": parity["outputs"], "runner": parity["runner"],
-         "fp32_shadow": parity["fp32_shadow"]},
-        f"{parity_table(parity)}\n\n{bundle}: files are intact, parity holds",
-    )  # fmt: skip
+    text = f"{parity_table(parity)}\n\n{bundle}: files are intact, parity holds"
+    console.result({"bundle": str(bundle), **parity_json(parity)}, text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .config import DrafterConfig
 from .errors import BadInputError
@@ -45,16 +45,6 @@ class TargetFolder:
         for what, wanted, found in pairs:
             if wanted != found:
                 yield f"it was trained for a target with {what} {wanted}, {self.path} has {found}"
-
-    def contract(self) -> dict[str, Any]:
-        """What the manifest records of the target."""
-        return {
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.max_position_embeddings,
-            "sha256": self.sha256(),
-        }
 
     def _stored_name(self, name: str) -> str:
         candidates = [name, f"model.{name}", f"model.language_model.{name}"]

@@ -15,7 +15,6 @@ from dspark.drafter.errors import UsageError
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")
-GRAPH_NAMES = ("context", "block", "markov_step", "markov_loop")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,12 +96,11 @@ def export_bundle(
         report = prove(reference, graphs, options.dtype, runner, progress)
         manifest = _manifest(checkpoint, plan, checkpoint_sha256, report)
         write_manifest(staging, manifest, {WEIGHTS_FILE: weights_sha256})
-        open_bundle(staging)
     return open_bundle(output), report
 
 
 def prove(
-    reference: ReferenceDrafter, graphs: list[Graph], dtype: str, runner: Runner, progress: Progress
+    reference: ReferenceDrafter, graphs: Sequence[Graph], dtype: str, runner: Runner, progress: Progress
 ) -> ParityReport:
     """Parity of all graphs; raises ``CheckFailedError`` with the table where it does not hold."""
     report = check_parity(
