@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 MANIFEST = "manifest.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _PARTS = {"tool", "drafter", "checkpoint", "target", "export", "graphs", "weights", "parity", "files"}
 
 
@@ -63,10 +63,10 @@ class Bundle:
                 return graph
         raise BadInputError(f"{self.path}: holds no graph {name} for batch {batch}, size {size}")
 
-    def load(self, name: str) -> torch.Tensor:
-        """A canonical tensor out of the weight file, in the dtype it is stored in."""
+    def load(self, name: str, rows: slice | Sequence[int] | None = None) -> torch.Tensor:
+        """A canonical tensor, or some of its rows, out of the weight file, in the dtype it is stored in."""
         regions = {data["name"]: data for data in self.manifest["weights"]}
-        return read_tensor(self.path / WEIGHTS_FILE, WeightRegion.from_json(regions[name]))
+        return read_tensor(self.path / WEIGHTS_FILE, WeightRegion.from_json(regions[name]), rows)
 
 
 def open_bundle(path: Path) -> Bundle:

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.errors import UsageError
 
@@ -91,7 +94,12 @@ class ExportOptions:
             raise UsageError(f"opset {self.opset} is outside 20..24")
 
     def check_fit(self, config: DrafterConfig) -> None:
-        """Refuse a context that the drafter's rotary embedding was not made for."""
+        """Refuse a context that the drafter's rotary embedding was not made for, or that its windows never see."""
+        if config.ring is not None and self.context != (config.ring,):
+            raise UsageError(
+                f"context {list(self.context)}: every layer of this drafter has a sliding window, so its one capacity "
+                f"is the window, {config.ring}"
+            )
         if self.context[-1] > config.max_position_embeddings:
             raise UsageError(
                 f"context {self.context[-1]} is over the drafter's max_position_embeddings "
@@ -100,9 +108,27 @@ class ExportOptions:
 
 
 def default_context(config: DrafterConfig) -> tuple[int, ...]:
-    """The usual capacities, as far as the drafter's positions go."""
+    """The usual capacities, as far as the drafter's positions go; the window where every layer has one."""
+    if config.ring is not None:
+        return (config.ring,)
     limit = config.max_position_embeddings
     return tuple(size for size in ExportOptions().context if size <= limit) or (limit,)
+
+
+def cache_rows(start: int, count: int, capacity: int) -> tuple[slice | NDArray[np.int64], slice]:
+    """Where new context rows go: position p lies in row p mod C, which wraps in the ring of a window only.
+
+    Args:
+        start: position of the first of ``count`` new rows.
+
+    Returns:
+        rows of the cache, and which of the new rows go there: the last C of them.
+    """
+    kept = min(count, capacity)
+    first = (start + count - kept) % capacity
+    if first + kept <= capacity:
+        return slice(first, first + kept), slice(count - kept, count)
+    return np.arange(first, first + kept) % capacity, slice(count - kept, count)
 
 
 def graph_specs(config: DrafterConfig, options: ExportOptions) -> tuple[GraphSpec, ...]:
@@ -148,7 +174,7 @@ def _block(config: DrafterConfig, options: ExportOptions, batch: int, capacity: 
             TensorSpec("v_cache", options.dtype, cache),
         ),
         outputs=(
-            TensorSpec("base_logits", "float32", (batch, config.proposals, config.vocab_size)),
+            TensorSpec("base_logits", "float32", (batch, config.proposals, config.proposal_vocab_size)),
             TensorSpec("hidden", "float32", (batch, config.proposals, config.hidden_size)),
         ),
     )
@@ -163,7 +189,7 @@ def _markov_step(config: DrafterConfig, batch: int) -> GraphSpec:
         0,
         inputs=(
             TensorSpec("previous", "int64", (batch,)),
-            TensorSpec("base_logits", "float32", (batch, config.vocab_size)),
+            TensorSpec("base_logits", "float32", (batch, config.proposal_vocab_size)),
             TensorSpec("hidden", "float32", (batch, config.hidden_size)),
             *([TensorSpec("state", "float32", state)] if rnn else []),
             TensorSpec("noise", "float32", (batch,)),
@@ -171,7 +197,7 @@ def _markov_step(config: DrafterConfig, batch: int) -> GraphSpec:
         ),
         outputs=(
             TensorSpec("token", "int64", (batch,)),
-            TensorSpec("q", "float32", (batch, config.vocab_size)),
+            TensorSpec("q", "float32", (batch, config.proposal_vocab_size)),
             *([TensorSpec("confidence_logit", "float32", (batch,))] if config.confidence_head else []),
             *([TensorSpec("next_state", "float32", state)] if rnn else []),
         ),
@@ -187,14 +213,14 @@ def _markov_loop(config: DrafterConfig, batch: int) -> GraphSpec:
         0,
         inputs=(
             TensorSpec("anchor", "int64", (batch,)),
-            TensorSpec("base_logits", "float32", (*slots, config.vocab_size)),
+            TensorSpec("base_logits", "float32", (*slots, config.proposal_vocab_size)),
             TensorSpec("hidden", "float32", (*slots, config.hidden_size)),
             TensorSpec("noise", "float32", slots),
             TensorSpec("temperature", "float32", (batch,)),
         ),
         outputs=(
             TensorSpec("tokens", "int64", slots),
-            TensorSpec("q", "float32", (*slots, config.vocab_size)),
+            TensorSpec("q", "float32", (*slots, config.proposal_vocab_size)),
             *(confidence if config.confidence_head else []),
         ),
     )

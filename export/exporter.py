@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from dspark.drafter.checkpoint import Checkpoint
 from dspark.drafter.model import ReferenceDrafter, reference_from_tensors
-from dspark.drafter.tensors import SHARED_TENSORS
+from dspark.drafter.tensors import SHARED_TENSORS, tensor_shapes
 
 from .atomic import atomic_folder, check_space
 from .bundle import Bundle, Graph, check_bundle_output, open_bundle, write_manifest
@@ -17,7 +18,7 @@ from .contract import ExportOptions, GraphSpec, graph_specs
 from .graphs import identity_of, model_from_spec, write_graph
 from .parity import ParityReport, Runner, check_parity
 from .version import library_versions, tool_version
-from .weights import FILE as WEIGHTS_FILE, WeightPlan, plan_weights, write_weights
+from .weights import FILE as WEIGHTS_FILE, WeightPlan, plan_weights, row_pieces, write_weights
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 _GRAPH_BYTES = 1 << 20  # generous estimate of one graph file without its weights
@@ -48,12 +49,8 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     Raises:
         UsageError, BadInputError: the options do not fit the drafter, or a tensor has to come from a target.
     """
-    import torch
-
     options.check_fit(checkpoint.config)
-    embedding, head = (checkpoint.load(name) for name in SHARED_TENSORS)
-    tied = torch.equal(embedding, head)
-    weights = plan_weights(checkpoint.config, options.dtype, tied)
+    weights = plan_weights(checkpoint.config, options.dtype, _head_is_embedding(checkpoint))
     return ExportPlan(options, graph_specs(checkpoint.config, options), weights)
 
 
@@ -108,6 +105,20 @@ def prove(
     )
     report.require()
     return report
+
+
+def _head_is_embedding(checkpoint: Checkpoint) -> bool:
+    """Whether head and embedding hold the same numbers, so that they are stored once."""
+    import torch
+
+    shapes = tensor_shapes(checkpoint.config)
+    first, second = SHARED_TENSORS
+    for name in SHARED_TENSORS:
+        checkpoint.load(name, slice(0, 1))  # refuses a tensor that nobody holds
+    if shapes[first] != shapes[second]:
+        return False
+    pieces = row_pieces(shapes[first], 4 * math.prod(shapes[first]))
+    return all(torch.equal(checkpoint.load(first, rows), checkpoint.load(second, rows)) for rows in pieces)
 
 
 def _manifest(checkpoint: Checkpoint, plan: ExportPlan, checkpoint_sha256: str, report: ParityReport) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import numpy as np
 from onnx import helper
 
 from dspark.drafter.config import DrafterConfig
+from dspark.drafter.tensors import DRAFT_TO_TARGET
 
 from .builder import GraphBuilder, value_infos
 from .contract import GraphSpec, TensorSpec
@@ -16,7 +17,7 @@ def add_markov_step(config: DrafterConfig, spec: GraphSpec, builder: GraphBuilde
     """Fill ``builder`` with one slot of the head."""
     head = MarkovHead(config, builder, spec.batch)
     logits, state = head.logits("previous", "base_logits", "hidden", "state")
-    token, q = draw(builder, logits, "noise", "temperature", spec.batch, config.vocab_size)
+    token, q = head.draw(logits, "noise", "temperature")
     builder.output(token, "token")
     builder.output(q, "q")
     if config.confidence_head:
@@ -70,6 +71,13 @@ class MarkovHead:
             e = b.op("Tanh", output)
         return b.op("Gemm", e, b.weight("markov_head.markov_w2.weight"), base_logits, transB=1), state
 
+    def draw(self, logits: str, noise: str, temperature: str) -> tuple[str, str]:
+        """logits [B, V'] -> token [B] as a target id, and q [B, V'], the law that it was drawn from."""
+        token, q = draw(self.b, logits, noise, temperature, self.batch, self.config.proposal_vocab_size)
+        if self.config.reduced_vocabulary:
+            token = self.b.op("Gather", self.b.weight(DRAFT_TO_TARGET), token)
+        return token, q
+
     def confidence(self, previous: str, hidden: str, rows: int) -> str:
         """previous [rows], hidden [rows, h] -> logits [rows, 1]."""
         b = self.b
@@ -93,7 +101,7 @@ def _unrolled(config: DrafterConfig, spec: GraphSpec, b: GraphBuilder) -> tuple[
             b.op("Gather", name, b.constant(slot), axis=1) for name in ("base_logits", "hidden", "noise")
         )
         logits, state = head.logits(previous, base, hidden, state)
-        previous, q = draw(b, logits, noise, "temperature", spec.batch, config.vocab_size)
+        previous, q = head.draw(logits, noise, "temperature")
         tokens.append(b.unsqueeze(previous, 1))
         laws.append(b.unsqueeze(q, 1))
     return b.op("Concat", *tokens, axis=1), b.op("Concat", *laws, axis=1)
@@ -103,8 +111,9 @@ def _loop(config: DrafterConfig, spec: GraphSpec, b: GraphBuilder) -> tuple[str,
     body, batch = b.body(), spec.batch
     slot, condition, previous, state = "slot", "keep_going", "previous", "state"
     base, hidden, noise = (body.op("Gather", name, slot, axis=1) for name in ("base_logits", "hidden", "noise"))
-    logits, next_state = MarkovHead(config, body, batch).logits(previous, base, hidden, state)
-    token, q = draw(body, logits, noise, "temperature", batch, config.vocab_size)
+    head = MarkovHead(config, body, batch)
+    logits, next_state = head.logits(previous, base, hidden, state)
+    token, q = head.draw(logits, noise, "temperature")
     # A condition passed through fails in TensorRT where none is given; a constant true does not.
     always = body.op("Identity", b.constant(True, np.bool_))
 
@@ -118,7 +127,7 @@ def _loop(config: DrafterConfig, spec: GraphSpec, b: GraphBuilder) -> tuple[str,
         TensorSpec(token, "int64", (batch,)),
         *([TensorSpec(next_state, "float32", (batch, config.markov_rank))] if rnn else []),
         TensorSpec(body.op("Identity", token), "int64", (batch,)),
-        TensorSpec(q, "float32", (batch, config.vocab_size)),
+        TensorSpec(q, "float32", (batch, config.proposal_vocab_size)),
     ]
     graph = helper.make_graph(body.nodes, "markov_slot", value_infos([*scalars, *carried]), value_infos(results))
     initial = ["anchor", *([_zero_state(config, spec, b)] if rnn else [])]

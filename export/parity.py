@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from dspark.drafter.errors import CheckFailedError
 from dspark.drafter.model import ReferenceDrafter
+from dspark.drafter.tensors import DRAFT_TO_TARGET
 
 from .bundle import Graph
-from .contract import GraphSpec
+from .contract import GraphSpec, cache_rows
 from .shadow import fp32_shadow
 
 Arrays = dict[str, NDArray[Any]]
@@ -200,11 +201,11 @@ class _Driver:
             count = ROUNDS if position == 0 else 4
             self._start(block, count)
             for i in range(count):
-                if i == count - 1:  # the last round fills the cache to its last row
-                    self._append(block.spec.size - self.length)
+                if i == count - 1 and self.config.ring is None:  # the last round fills the cache to its last row
+                    self._append(self.limit - self.length)
                 else:
                     accepted = (number + np.arange(self.batch) * 3) % (self.config.proposals + 1)
-                    self._append(np.minimum(accepted + 1, block.spec.size - self.length))
+                    self._append(np.minimum(accepted + 1, self.limit - self.length))
                 self._round(block, number)
                 number += 1
                 yield number
@@ -212,23 +213,24 @@ class _Driver:
     def _start(self, block: Graph, rounds: int) -> None:
         """Empty caches for the smallest capacity; elsewhere caches filled with random rows, nearly to the end."""
         cache = next(tensor for tensor in block.spec.inputs if tensor.name == "k_cache")
-        capacity, smallest = block.spec.size, block is self.blocks[0]
+        self.capacity, smallest = block.spec.size, block is self.blocks[0]
+        self.limit = self.capacity if self.config.ring is None else self.config.max_position_embeddings
         self.length = np.zeros(self.batch, dtype=np.int64)
         self.k, self.v = (torch.zeros(cache.shape) for _ in range(2))
         if smallest:
             # A prompt that needs both sizes of ``context``, and leaves room for the rounds
-            room = capacity - rounds * (self.config.proposals + 1)
+            room = self.limit - rounds * (self.config.proposals + 1)
             largest = self.contexts[-1].spec.size
             self._prefill = max(1, min(largest + self.config.proposals, room))
         else:
-            self.length += max(0, capacity - 2 * rounds * (self.config.proposals + 1))
+            self.length += max(0, self.capacity - 2 * rounds * (self.config.proposals + 1))
             for tensor in (self.k, self.v):
                 tensor[:] = torch.from_numpy(self.random.standard_normal(cache.shape))
             self._prefill = 1
         # numpy has no bf16; a device that has takes fp32 and rounds
         dtype = "float32" if cache.dtype == "bfloat16" else cache.dtype
         self.graph_cache = {name: tensor.numpy().astype(dtype) for name, tensor in self._caches()}
-        self._append(np.minimum(self._prefill - np.arange(self.batch) % self._prefill, capacity - self.length))
+        self._append(np.minimum(self._prefill - np.arange(self.batch) % self._prefill, self.limit - self.length))
 
     def _caches(self) -> tuple[tuple[str, torch.Tensor], ...]:
         return ("k_cache", self.k), ("v_cache", self.v)
@@ -249,9 +251,9 @@ class _Driver:
             for (cache_name, cache), name, value in zip(self._caches(), ("k", "v"), wanted, strict=True):
                 self.comparison.values(graph.spec, name, found[name], value)
                 for slot, (start, count) in enumerate(zip(self.length, taken, strict=True)):
-                    into = np.s_[:, slot, :, start : start + count]
-                    cache[into] = value[:, slot, :, :count]
-                    self.graph_cache[cache_name][into] = found[name][:, slot, :, :count]
+                    into, new = cache_rows(int(start), int(count), self.capacity)
+                    cache[:, slot][:, :, into] = value[:, slot][:, :, new]
+                    self.graph_cache[cache_name][:, slot][:, :, into] = found[name][:, slot][:, :, new]
             self.length += taken
             counts -= taken
 
@@ -295,12 +297,21 @@ class _Driver:
         same = np.cumprod(found["tokens"] == tokens.numpy(), axis=1).astype(bool)  # [B, K]
         before = np.concatenate([np.ones_like(same[:, :1]), same[:, :-1]], axis=1)
         mask = torch.from_numpy(before)
-        right = _is_draw(found["tokens"], q, noise)
+        right = _is_draw(self._draft_ids(found["tokens"]), q, noise)
         self.comparison.ids(spec, "tokens", right | ~before, 1.0)
         self.comparison.values(spec, "q", np.where(before[..., None], found["q"], 0), q * mask[..., None])
         for name, value in (("confidence_logits", confidence), ("survival", survival)):
             if value is not None:
                 self.comparison.values(spec, name, np.where(before, found[name], 0), value * mask)
+
+    def _draft_ids(self, tokens: NDArray[Any]) -> NDArray[Any]:
+        """Target ids to rows of q; -1 for an id that is no draft token."""
+        if not self.config.reduced_vocabulary:
+            return tokens
+        rows = np.full(self.config.vocab_size, -1)
+        d2t = self.reference.parameters[DRAFT_TO_TARGET].numpy()
+        rows[d2t] = np.arange(len(d2t))
+        return rows[tokens]
 
     def _judge_step(
         self,
@@ -329,7 +340,7 @@ class _Driver:
                 previous, base[:, slot], hidden[:, slot], state,
                 torch.from_numpy(noise[:, slot]), torch.from_numpy(temperature),
             )  # fmt: skip
-            right.append(_is_draw(found["token"], q, noise[:, slot]))
+            right.append(_is_draw(self._draft_ids(found["token"]), q, noise[:, slot]))
             self.comparison.values(spec, "q", found["q"], q)
             if confidence is not None:
                 self.comparison.values(spec, "confidence_logit", found["confidence_logit"], confidence)
@@ -341,10 +352,10 @@ class _Driver:
 
 def _is_draw(tokens: NDArray[Any], q: torch.Tensor, noise: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Whether each noise [...] lies in its token's interval of the law q [..., V], to fp32 rounding of the CDF."""
-    chosen = torch.from_numpy(tokens)[..., None]
+    chosen = torch.from_numpy(tokens)[..., None].clamp(min=0)
     cumulative = q.double().cumsum(dim=-1)
     upper = cumulative.gather(-1, chosen)[..., 0]
     mass = q.double().gather(-1, chosen)[..., 0]
     threshold = torch.from_numpy(noise).double() * cumulative[..., -1]
     inside = (threshold >= upper - mass - _CDF_ROUNDING) & (threshold <= upper + _CDF_ROUNDING)
-    return (inside & (mass > 0)).numpy()
+    return (inside & (mass > 0) & (torch.from_numpy(tokens) >= 0)).numpy()

@@ -10,23 +10,28 @@ import hashlib
 import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.errors import BadInputError
-from dspark.drafter.tensors import tensor_shapes
+from dspark.drafter.tensor_folder import TensorEntry
+from dspark.drafter.tensors import DRAFT_TO_TARGET, tensor_shapes
 
 from .contract import Dtype
 
 if TYPE_CHECKING:
     import torch
 
+    from dspark.drafter.parameters import Load
+
 FILE = "graphs/weights.data"
+_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
 PAGE = 4096  # a group of tensors starts on a page, so that it can be memory-mapped
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
+_PIECE_BYTES = 1 << 26  # of a tensor in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,8 @@ def plan_weights(config: DrafterConfig, dtype: Dtype, tied: bool) -> WeightPlan:
 
 def stored_dtype(name: str, dtype: Dtype) -> str:
     """fc, norms, Markov and confidence heads stay fp32 (DESIGN §3)."""
+    if name == DRAFT_TO_TARGET:
+        return "int64"
     projections = ("_proj.weight", "_proj.bias")
     in_layer = name.startswith("layers.") and name.endswith(projections)
     return dtype if in_layer or name in ("embed_tokens.weight", "lm_head.weight") else "float32"
@@ -96,14 +103,14 @@ def stored_dtype(name: str, dtype: Dtype) -> str:
 
 def write_weights(
     plan: WeightPlan,
-    load: Callable[[str], torch.Tensor],
+    load: Load,
     path: Path,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> str:
-    """Stream every tensor to ``path``, one in memory at a time; flushed to disk.
+    """Stream every tensor to ``path``, some rows in memory at a time; flushed to disk.
 
     Args:
-        load: canonical tensor by name, any floating dtype.
+        load: canonical tensor by name, or some of its rows, any floating dtype.
         progress: called with bytes written and bytes in all.
 
     Returns:
@@ -124,33 +131,34 @@ def write_weights(
             if region.offset < stream.tell():  # the tied head
                 continue
             write(bytes(region.offset - stream.tell()))
-            write(_converted(region, load(region.name)))
-            progress(stream.tell(), total)
+            for piece in row_pieces(region.shape, region.bytes):
+                write(_converted(region, load(region.name, piece), piece.start))
+                progress(stream.tell(), total)
         stream.flush()
         os.fsync(stream.fileno())
     return digest.hexdigest()
 
 
-def read_tensor(path: Path, region: WeightRegion) -> torch.Tensor:
-    """The tensor back from the file, memory-mapped, in its stored dtype."""
+def row_pieces(shape: tuple[int, ...], size: int) -> Iterator[slice]:
+    """Rows of a tensor of ``size`` bytes in pieces of bounded size."""
+    step = max(1, _PIECE_BYTES * shape[0] // max(size, 1))
+    return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
+
+
+def read_tensor(path: Path, region: WeightRegion, rows: slice | Sequence[int] | None = None) -> torch.Tensor:
+    """The tensor, or some of its rows, back from the file, in its stored dtype."""
+    return TensorEntry(region.name, _CODES[region.dtype], region.shape, path, region.offset, region.bytes).load(rows)
+
+
+def _converted(region: WeightRegion, tensor: torch.Tensor, first_row: int) -> memoryview:
     import torch
 
-    count = math.prod(region.shape)
-    flat = torch.from_file(str(path), shared=False, size=region.offset + region.bytes, dtype=torch.uint8)
-    # A region inside a group starts at any element, so the view is taken over a copy of its bytes.
-    data = flat[region.offset : region.offset + region.bytes].clone()
-    return data.view(getattr(torch, region.dtype))[:count].view(region.shape)
-
-
-def _converted(region: WeightRegion, tensor: torch.Tensor) -> memoryview:
-    import torch
-
-    finite = tensor.isfinite()
-    if not bool(finite.all()):
-        rows = (~finite).reshape(tensor.shape[0], -1).any(dim=1).nonzero()[:5, 0].tolist()
+    if not bool(tensor.isfinite().all()):
+        bad = (~tensor.isfinite()).reshape(tensor.shape[0], -1).any(dim=1).nonzero()[:5, 0]
+        rows = (bad + first_row).tolist()
         raise BadInputError(f"{region.name} holds NaN or Inf, in rows {rows}", tensor=region.name, rows=rows)
     converted = tensor.to(getattr(torch, region.dtype)).contiguous()
-    if not bool(converted.isfinite().all()):
+    if region.dtype != "int64" and not bool(converted.isfinite().all()):
         largest = float(tensor.abs().max())
         raise BadInputError(
             f"{region.name} reaches {largest:.4g}, which {region.dtype} cannot hold; use --dtype bf16 or fp32",
@@ -166,7 +174,7 @@ def _groups(config: DrafterConfig) -> list[list[str]]:
     for layer in range(config.num_hidden_layers):
         attention, mlp = f"layers.{layer}.self_attn", f"layers.{layer}.mlp"
         for suffix in ("weight", "bias") if config.attention_bias else ("weight",):
-            fused.append([f"{attention}.{p}_proj.{suffix}" for p in "qkv"])
+            fused.append([f"{attention}.{p}_proj.{suffix}" for p in ("qk" if config.k_eq_v else "qkv")])
         fused.append([f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"])
     members = {name for group in fused for name in group}
     return [*fused, *([name] for name in remaining if name not in members)]

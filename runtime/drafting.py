@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark.drafter.errors import BadInputError
+from dspark.drafter.tensors import DRAFT_TO_TARGET
 from dspark.engines.backend import Array, Backend, Engine, assign
 from dspark.export.bundle import Bundle
+from dspark.export.contract import cache_rows
 
 from .sampling import Sampling, draw, truncated
 
@@ -22,7 +24,7 @@ from .sampling import Sampling, draw, truncated
 class Draft:
     """A block for every slot. Arrays belong to ``Drafting`` and hold until its next draft."""
 
-    tokens: NDArray[np.int64]  # [B, K]
+    tokens: NDArray[np.int64]  # [B, K], target ids
     q: NDArray[np.float32]  # [B, K, V'], the law that each token was drawn from
     confidence_logits: NDArray[np.float32] | None  # [B, K]
 
@@ -40,6 +42,8 @@ class Drafting:
     ) -> None:
         self.bundle, self.backend, self.batch, self.markov = bundle, backend, batch, markov
         self.config = bundle.config
+        reduced = self.config.reduced_vocabulary
+        self.draft_to_target = bundle.load(DRAFT_TO_TARGET).numpy() if reduced else None  # [V']
         self.capacities = bundle.sizes("block", batch)
         if not self.capacities:
             raise BadInputError(f"{bundle.path}: was exported for batch {list(bundle.batches)}, not {batch}")
@@ -57,20 +61,30 @@ class Drafting:
 
     @property
     def capacity(self) -> int:
-        """The longest context that a block can be drafted after."""
-        return self.capacities[-1]
+        """The longest context that a block can be drafted after; a ring of a window goes on for all positions."""
+        return self.capacities[-1] if self.config.ring is None else self.config.max_position_embeddings
+
+    def target_law(self, law: NDArray[np.float32]) -> NDArray[np.float32]:
+        """A law [V'] of draft tokens as a law [V] of target ids: the same numbers, and zeros elsewhere."""
+        if self.draft_to_target is None:
+            return law
+        full = np.zeros(self.config.vocab_size, law.dtype)
+        full[self.draft_to_target] = law
+        return full
 
     def append(self, features: Mapping[int, NDArray[np.float32]]) -> None:
         """Append target features [n, F·h_t] of consecutive positions to the context of each slot."""
         begun = time.perf_counter()
         pending = dict(features)
         longest = max(int(self.length[slot]) + len(rows) for slot, rows in pending.items())
-        if longest > self._capacity:
-            if longest > self.capacity:
-                raise BadInputError(
-                    f"a context of {longest} tokens is over the bundle's largest capacity {self.capacity}; "
-                    "export with a larger --context"
-                )
+        if longest > self.capacity:
+            raise BadInputError(
+                f"a context of {longest} tokens is over the bundle's largest capacity {self.capacity}; "
+                "export with a larger --context"
+            )
+        if self.config.ring is not None:
+            pending = {slot: self._within_window(slot, rows) for slot, rows in pending.items()}
+        elif longest > self._capacity:
             self._resize(next(capacity for capacity in self.capacities if capacity >= longest))
         while pending:
             pending = self._append_once(pending)
@@ -113,6 +127,12 @@ class Drafting:
         if not self.length.any() and self._capacity > self.capacities[0]:
             self._resize(self.capacities[0])
 
+    def _within_window(self, slot: int, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The rows that a window still sees once all are appended; the others only count."""
+        out_of_reach = max(0, len(rows) - self._capacity)
+        self.length[slot] += out_of_reach
+        return rows[out_of_reach:]
+
     def _append_once(self, pending: dict[int, NDArray[np.float32]]) -> dict[int, NDArray[np.float32]]:
         wanted = max(len(rows) for rows in pending.values())
         sizes = self.bundle.sizes("context", self.batch)
@@ -127,8 +147,9 @@ class Drafting:
         engine.run()
         for slot, rows in pending.items():
             start, count = int(self.length[slot]), min(len(rows), size)
+            into, kept = cache_rows(start, count, self._capacity)
             for cache, new in (("k_cache", "k"), ("v_cache", "v")):
-                self._tensors[cache][:, slot, :, start : start + count] = tensors[new][:, slot, :, :count]
+                self._tensors[cache][:, slot][:, :, into] = tensors[new][:, slot][:, :, kept]
             self.length[slot] += count
         return {slot: rows[size:] for slot, rows in pending.items() if len(rows) > size}
 
@@ -171,7 +192,8 @@ class Drafting:
             for row, how in sampling.items():
                 if how.truncates:
                     law[row] = truncated(law[row], how)
-                    previous[row] = draw(law[row], float(noise[row, slot]))
+                    chosen = draw(law[row], float(noise[row, slot]))
+                    previous[row] = chosen if self.draft_to_target is None else self.draft_to_target[chosen]
             tokens[:, slot] = previous
             laws.append(law)
             if confidence is not None:

@@ -165,7 +165,7 @@ class _Session:
         clock = time.perf_counter()
         rows = self.target.verify(RaggedBatch.of({_SLOT: (start, [anchor, *tokens])}))
         verified = time.perf_counter()
-        q = draft.q[_SLOT] if draft else ()
+        q = [self.drafting.target_law(law) for law in draft.q[_SLOT, : len(tokens)]] if self.drafting and draft else ()
         accepted, token = verify(tokens, q, lambda i: self._law(rows, i), self.choices)
         self.target.commit(_SLOT, accepted)
         committed = [*tokens[:accepted], token]

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from dspark.drafter.formats.deepspec import config_from_json
+from dspark.drafter.config import DrafterConfig
+from dspark.drafter.formats.deepspec import read
+from dspark.drafter.formats.reading import Source
 from dspark.drafter.tensors import tensor_shapes
 
 DEFAULTS: dict[str, Any] = {
@@ -37,6 +39,11 @@ DEFAULTS: dict[str, Any] = {
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }
+
+
+def config_from_json(data: dict[str, Any], file: str = "config.json") -> DrafterConfig:
+    """The canonical configuration of a DeepSpec ``config.json``."""
+    return read(Source(Path(file), file, data, {})).config
 
 
 def make_checkpoint(

@@ -17,6 +17,8 @@ CASES = (
     "qwen3-dflash",
     "qwen3-vanilla-noconf",
     "qwen3-conf-without-markov",
+    "gemma4-k-eq-v",
+    "gemma4-separate-v",
 )
 
 

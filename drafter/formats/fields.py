@@ -16,6 +16,14 @@ class Fields:
 
     data: dict[str, Any]
     source: str
+    path: str = ""  # of this object in the file, with a dot behind every key
+
+    def where(self, key: str) -> str:
+        return f"{self.source}: {self.path}{key}"
+
+    def has(self, key: str) -> bool:
+        """Whether the key says anything; null does not."""
+        return self.data.get(key) is not None
 
     def integer(self, key: str, default: Any = _REQUIRED) -> int:
         value = self._value(key, default)
@@ -43,10 +51,18 @@ class Fields:
             self.refuse(key, value, "a string")
         return value
 
-    def integers(self, key: str) -> tuple[int, ...]:
-        value = self._value(key, _REQUIRED)
-        if not isinstance(value, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
+    def integers(self, key: str, default: Any = _REQUIRED) -> tuple[int, ...]:
+        value = self._value(key, default)
+        if not isinstance(value, list | tuple) or any(
+            isinstance(i, bool) or not isinstance(i, int) or abs(i) >= 2**31 for i in value
+        ):
             self.refuse(key, value, "a list of integers")
+        return tuple(value)
+
+    def strings(self, key: str, default: Any = _REQUIRED) -> tuple[str, ...]:
+        value = self._value(key, default)
+        if not isinstance(value, list | tuple) or any(not isinstance(item, str) for item in value):
+            self.refuse(key, value, "a list of strings")
         return tuple(value)
 
     def object(self, key: str) -> Fields | None:
@@ -56,16 +72,18 @@ class Fields:
             return None
         if not isinstance(value, dict):
             self.refuse(key, value, "an object")
-        return Fields(value, f"{self.source}: {key}")
+        return Fields(value, self.source, f"{self.path}{key}.")
 
     def refuse(self, key: str, value: Any, wanted: str) -> NoReturn:
+        shown = ascii(value)
+        shown = shown if len(shown) <= 200 else shown[:200] + "…"
         raise BadInputError(
-            f"{self.source}: {key} is {value!r}, it must be {wanted}", file=self.source, key=key, value=value
+            f"{self.where(key)} is {shown}, it must be {wanted}", file=self.source, key=key, value=shown
         )
 
     def _value(self, key: str, default: Any) -> Any:
         if key in self.data:
             return self.data[key]
         if default is _REQUIRED:
-            raise BadInputError(f"{self.source}: the key {key} is missing", file=self.source, key=key)
+            raise BadInputError(f"{self.source}: the key {self.path}{key} is missing", file=self.source, key=key)
         return default

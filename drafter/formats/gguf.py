@@ -1,0 +1,7 @@
+"""stub"""
+
+NAME = "gguf"
+
+
+def matches(source):
+    return False
