@@ -9,11 +9,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from dspark.drafter.errors import BadInputError, DsparkError, NotAvailableError
+
+if TYPE_CHECKING:
+    from dspark.drafter.formats.reading import Settled
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 INTERRUPTED = 130
@@ -113,6 +116,36 @@ def fail(console: Console, code: int, kind: str, message: str, details: dict[str
         click.echo(json.dumps({"error": error}, indent=1, default=str))
     click.echo(f"error: {message}", err=True)
     sys.exit(code)
+
+
+def checkpoint_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Options that settle what a checkpoint leaves open; ``settled`` makes one value of them."""
+    for option in reversed((
+        click.option("--sample-from-anchor", type=click.Choice(["yes", "no"]),
+                     help="Layout, where the checkpoint does not say: slot 0 proposes (yes), or is unused (no)."),
+        click.option("--target-layer-ids", metavar="IDS",
+                     help="Tapped layers with commas, where the checkpoint does not say."),
+        click.option("--d2t", type=click.Choice(["offset", "absolute"]),
+                     help="How the draft vocabulary is written, where its numbers do not tell."),
+    )):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def settled(sample_from_anchor: str | None, target_layer_ids: str | None, d2t: Any) -> Settled:
+    """The options of :func:`checkpoint_options` as one value."""
+    from dspark.drafter.formats.reading import Settled
+
+    ids = None if target_layer_ids is None else numbers("target-layer-ids", target_layer_ids)
+    return Settled(None if sample_from_anchor is None else sample_from_anchor == "yes", ids, d2t)
+
+
+def numbers(name: str, text: str) -> tuple[int, ...]:
+    """Comma-separated numbers of an option."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is no list of numbers with commas", param_hint=f"--{name}") from error
 
 
 def table(rows: list[list[str]]) -> str:

@@ -7,15 +7,17 @@ from typing import Any, Literal
 
 import click
 
-from .common import Console, command as dspark_command, table
+from .common import Console, checkpoint_options, command as dspark_command, numbers, settled, table
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 @dspark_command("export")
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder to write.")
 @click.option("--target", help="Folder, hub id, or smollm2; needed where the checkpoint has no embedding or head.")
+@click.option("--probe", is_flag=True, help="Let the target decide what the checkpoint leaves open.")
+@checkpoint_options
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="fp32", show_default=True)
 @click.option("--batch", default="1", show_default=True, help="Slots per engine, several with commas.")
 @click.option("--context", help="Context capacities, ascending, with commas.  [default: 512,2048,8192]")
@@ -26,9 +28,10 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 @click.option("--force", is_flag=True, help="Replace the output.")
 def command(
     console: Console,
-    checkpoint: Path,
+    checkpoint: str,
     output: Path,
     target: str | None,
+    probe: bool,
     dtype: str,
     batch: str,
     context: str | None,
@@ -37,6 +40,7 @@ def command(
     opset: int,
     dry_run: bool,
     force: bool,
+    **open_values: Any,
 ) -> None:
     """Export CHECKPOINT to a bundle of ONNX graphs, proven against the reference model.
 
@@ -46,17 +50,14 @@ def command(
     Example:
       dspark-export export examples/smollm2-dspark-2l --target smollm2 -o bundle
     """
-    from dspark.drafter.checkpoint import open_checkpoint
-    from dspark.drafter.target import open_target
     from dspark.engines.backend import backend_from_name
     from dspark.export.bundle import check_bundle_output
     from dspark.export.contract import ExportOptions, default_context
-    from dspark.runtime.targets import target_folder
+
+    from .checkpoints import open_for
 
     check_bundle_output(output, force)
-    opened = open_checkpoint(checkpoint)  # its own faults first: a target may take long to fetch
-    if target:
-        opened = open_checkpoint(checkpoint, open_target(target_folder(target)))
+    opened, _ = open_for(console, checkpoint, target, settled(**open_values), probe)
     options = ExportOptions(
         dtype=_DTYPES[dtype],  # type: ignore[arg-type]
         batch=numbers("batch", batch),
@@ -77,14 +78,6 @@ def command(
     parity = report.to_json()
     text = f"{parity_table(parity)}\n\n{bundle.path}: complete, parity holds"
     console.result({"bundle": str(output), **parity_json(parity)}, text)
-
-
-def numbers(name: str, text: str) -> tuple[int, ...]:
-    """Comma-separated numbers of an option."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r} is no list of numbers with commas", param_hint=f"--{name}") from error
 
 
 def parity_table(parity: dict[str, Any]) -> str:

@@ -41,7 +41,7 @@ def command(
       dspark-export generate bundle --target smollm2 --prompt "What is 7 times 8?"
     """
     from dspark.drafter.errors import BadInputError
-    from dspark.drafter.target import open_target
+    from dspark.drafter.target import identity_differences, open_target, tokenizer_identity
     from dspark.engines.backend import backend_from_name
     from dspark.export.bundle import open_bundle
     from dspark.runtime.drafting import Drafting
@@ -56,9 +56,13 @@ def command(
         raise BadInputError("the prompt is empty")
     opened = open_bundle(bundle)
     folder = target_folder(target)
-    faults = list(open_target(folder).faults(opened.config))
+    identity = opened.manifest["target"]
+    differing, warnings = identity_differences(identity, tokenizer_identity(folder), str(folder))
+    faults = [*open_target(folder).faults(opened.config), *differing]
     if faults:
         raise BadInputError(f"{bundle}: " + "; ".join(faults), faults=faults)
+    for warning in warnings:
+        console.note(f"warning: {warning}")
     engines = backend_from_name(backend)
     tokenizer = TransformersTokenizer(folder)
     request = Request(tokenizer.encode_chat([{"role": "user", "content": prompt}]), sampling, max_new_tokens)

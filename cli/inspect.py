@@ -7,30 +7,74 @@ from typing import Any
 
 import click
 
-from .common import Console, command as dspark_command, table
+from .common import Console, checkpoint_options, command as dspark_command, settled, table
 
 
 @dspark_command("inspect")
-@click.argument("path", type=click.Path(path_type=Path))
-def command(console: Console, path: Path) -> None:
-    """Say what PATH is: a drafter's checkpoint, or a bundle.
+@click.argument("path")
+@click.option("--target", help="Folder, hub id, or smollm2; checked against the drafter.")
+@click.option("--probe", is_flag=True, help="Let the target decide what the checkpoint leaves open.")
+@click.option("--scan", is_flag=True, help="Read every weight too, and name rows with NaN or Inf.")
+@checkpoint_options
+def command(console: Console, path: str, target: str | None, probe: bool, scan: bool, **open_values: Any) -> None:
+    """Say what PATH is: a drafter's checkpoint in any layout that is read, or a bundle.
+
+    Reads configuration and headers only, and lists everything that is wrong at once (exit code 3).
 
     \b
     Example:
       dspark-export inspect examples/smollm2-dspark-2l
     """
-    data = _bundle(path) if (path / "manifest.json").exists() else _checkpoint(path)
-    lines = [[key, _text(value)] for key, value in data.items() if not isinstance(value, dict)]
-    console.result(data, table(lines))
+    if (Path(path) / "manifest.json").exists():
+        data = _bundle(Path(path))
+        rows = [[key, _text(value)] for key, value in data.items() if not isinstance(value, dict) and key != "warnings"]
+    else:
+        data = _checkpoint(console, path, target, probe, scan, settled(**open_values))
+        origins = data["origins"]
+        rows = [
+            [key, _text(value), origins.get(_CANONICAL.get(key, key), "").removeprefix(f"{path}/")]
+            for key, value in data.items()
+            if not isinstance(value, dict) and key != "warnings"
+        ]
+    notes = "".join(f"\nwarning: {warning}" for warning in data["warnings"])
+    console.result(data, table(rows) + notes)
 
 
-def _checkpoint(path: Path) -> dict[str, Any]:
-    from dspark.drafter.checkpoint import open_checkpoint
+_CANONICAL = {"proposals": "sample_from_anchor"}
 
-    checkpoint = open_checkpoint(path)
-    warnings = [f"{name} is not in the checkpoint; it is taken from the target" for name in checkpoint.missing_shared]
-    return {"kind": "checkpoint", **_drafter(checkpoint.config), "parameters": checkpoint.parameters(),
-            "warnings": warnings}  # fmt: skip
+
+def _checkpoint(
+    console: Console, name: str, target: str | None, probe: bool, scan: bool, open_values: Any
+) -> dict[str, Any]:
+    from .checkpoints import open_for
+
+    checkpoint, _ = open_for(console, name, target, open_values, probe, warn=False)
+    if scan:
+        _scan(console, checkpoint)
+    absent = [f"{name} is not in the checkpoint; it is taken from the target" for name in checkpoint.missing_shared]
+    return {
+        "kind": "checkpoint",
+        **_drafter(checkpoint.config),
+        "parameters": checkpoint.parameters(),
+        "tensors": len(checkpoint.folder.entries),
+        "dtypes": sorted({entry.dtype for entry in checkpoint.folder.entries.values()}),
+        "warnings": [*absent, *checkpoint.warnings],
+        "config": checkpoint.config.to_json(),
+        "origins": checkpoint.origins,
+        "target": checkpoint.target_said,
+    }
+
+
+def _scan(console: Console, checkpoint: Any) -> None:
+    from dspark.drafter.errors import BadInputError
+    from dspark.drafter.scan import non_finite_rows
+
+    faults = [
+        f"{name} holds NaN or Inf, in rows {', '.join(map(str, rows))}"
+        for name, rows in non_finite_rows(checkpoint, console.progress)
+    ]
+    if faults:
+        raise BadInputError(f"{checkpoint.path}: {'; '.join(faults)}", faults=faults)
 
 
 def _bundle(path: Path) -> dict[str, Any]:
@@ -38,24 +82,27 @@ def _bundle(path: Path) -> dict[str, Any]:
 
     bundle = open_bundle(path)
     manifest = bundle.manifest
-    parameters = sum(_size(weight["shape"]) for weight in manifest["weights"])
+    parameters = sum(_size(weight["shape"]) for weight in manifest["weights"] if weight["dtype"] != "int64")
     return {
         "kind": "bundle",
         **_drafter(bundle.config),
         "parameters": parameters,
-        "warnings": [],
+        "warnings": manifest["checkpoint"]["warnings"],
         **{key: manifest["export"][key] for key in ("dtype", "batch", "context", "prefill", "markov", "opset")},
         "checkpoint_sha256": manifest["checkpoint"]["sha256"],
         "bytes": sum(file["bytes"] for file in manifest["files"].values()),
         "parity": "passed" if manifest["parity"]["passed"] else "failed",
         "graphs": [graph["file"] for graph in manifest["graphs"]],
+        "config": bundle.config.to_json(),
         "target": manifest["target"],
     }
 
 
 def _drafter(config: Any) -> dict[str, Any]:
+    windows = sorted({window for window in config.layer_windows if window})
     return {
         "layout": config.layout,
+        "architecture": config.architecture,
         "block_size": config.block_size,
         "proposals": config.proposals,
         "sample_from_anchor": config.sample_from_anchor,
@@ -64,12 +111,14 @@ def _drafter(config: Any) -> dict[str, Any]:
         "mask_token_id": config.mask_token_id,
         "num_hidden_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
+        "rope": config.rope.kind,
+        "layer_windows": windows,
         "markov_head_type": config.markov_head_type,
         "markov_rank": config.markov_rank,
         "confidence_head": config.confidence_head,
         "confidence_head_with_markov": config.confidence_head_with_markov,
         "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
     }
 
 
@@ -83,4 +132,6 @@ def _size(shape: list[int]) -> int:
 def _text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "-"
+    if value is None:
+        return "not stated"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

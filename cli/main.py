@@ -13,6 +13,7 @@ from .common import INTERRUPTED, Console, fail
 
 COMMANDS = {
     "inspect": "Say what a checkpoint or a bundle is.",
+    "convert": "Write a checkpoint in another layout.",
     "export": "Export a drafter to a bundle of ONNX graphs, proven against the reference.",
     "validate": "Check a bundle's files, and its graphs against the reference model.",
     "generate": "Answer a prompt by speculative decoding.",

@@ -12,10 +12,10 @@ from .export import parity_json, parity_table
 
 @dspark_command("validate")
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="Compare with this checkpoint's weights.")
+@click.option("--checkpoint", help="Compare with this checkpoint's weights.")
 @click.option("--target", help="Target of a checkpoint without embedding or head.")
 @click.option("--backend", default="onnxruntime", show_default=True, help="onnxruntime or onnxruntime-cuda.")
-def command(console: Console, bundle: Path, checkpoint: Path | None, target: str | None, backend: str) -> None:
+def command(console: Console, bundle: Path, checkpoint: str | None, target: str | None, backend: str) -> None:
     """Check every file of BUNDLE against its hash, and its graphs against the reference model.
 
     Without --checkpoint the reference model takes its weights from the bundle itself.
@@ -24,18 +24,24 @@ def command(console: Console, bundle: Path, checkpoint: Path | None, target: str
     Example:
       dspark-export validate bundle --checkpoint examples/smollm2-dspark-2l --target smollm2
     """
-    from dspark.drafter.checkpoint import open_checkpoint
+    import dataclasses
+
     from dspark.drafter.errors import BadInputError, IntegrityError
-    from dspark.drafter.target import open_target
+    from dspark.drafter.formats.reading import Settled
     from dspark.engines.backend import backend_from_name
     from dspark.export.bundle import open_bundle
-    from dspark.runtime.targets import target_folder
+
+    from .checkpoints import open_for
 
     opened = open_bundle(bundle)
     load = opened.load
     if checkpoint is not None:
-        source = open_checkpoint(checkpoint, open_target(target_folder(target)) if target else None)
-        if source.config != opened.config:
+        config = opened.config
+        source, _ = open_for(console, checkpoint, target, Settled(config.sample_from_anchor, config.target_layer_ids))
+        if source.config.num_target_layers is None:  # known by the target that was given to the export
+            known = dataclasses.replace(source.config, num_target_layers=config.num_target_layers)
+            source = dataclasses.replace(source, config=known)
+        if source.config != config:
             raise BadInputError(f"{checkpoint}: is of another configuration than the drafter in {bundle}")
         if source.sha256() != opened.manifest["checkpoint"]["sha256"]:
             raise IntegrityError(

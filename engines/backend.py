@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +12,9 @@ from numpy.typing import NDArray
 from dspark.drafter.errors import UsageError
 from dspark.export.bundle import Graph
 from dspark.export.contract import TensorSpec
+from dspark.export.weights import FILE as WEIGHTS_FILE
 
+_LARGE = 1 << 30  # bytes of weights from which on they are not held twice
 Array = Any  # numpy on the host, a torch tensor on a device: both index, assign and slice alike
 
 
@@ -33,8 +36,8 @@ class Backend(Protocol):
     def supports(self, dtype: str) -> bool:
         """Whether graphs of this dtype run here."""
 
-    def engine(self, graph: Graph) -> Engine:
-        """Load a graph."""
+    def engine(self, graph: Graph, frugal: bool = False) -> Engine:
+        """Load a graph; ``frugal``: weights stay in their file, at the cost of speed."""
 
     def zeros(self, spec: TensorSpec) -> Array:
         """A zeroed tensor in this backend's memory."""
@@ -44,6 +47,9 @@ class Backend(Protocol):
 
     def evaluate(self, graph: Graph, inputs: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Run a graph once on host arrays, for parity."""
+
+    def release(self, graph: Graph) -> None:
+        """Forget a graph that was evaluated."""
 
 
 class Evaluator:
@@ -57,7 +63,9 @@ class Evaluator:
         if graph not in self.loaded:
             specs = (*graph.spec.inputs, *graph.spec.outputs)
             tensors = {spec.name: self.backend.zeros(spec) for spec in specs}
-            engine = self.backend.engine(graph)
+            weights = graph.path.parent / Path(WEIGHTS_FILE).name
+            frugal = weights.is_file() and weights.stat().st_size > _LARGE
+            engine = self.backend.engine(graph, frugal)
             engine.bind(tensors)
             self.loaded[graph] = engine, tensors
         engine, tensors = self.loaded[graph]
@@ -65,6 +73,9 @@ class Evaluator:
             assign(tensors[spec.name], inputs[spec.name])
         engine.run()
         return {spec.name: np.array(self.backend.to_host(tensors[spec.name])) for spec in graph.spec.outputs}
+
+    def release(self, graph: Graph) -> None:
+        self.loaded.pop(graph, None)
 
 
 def assign(tensor: Array, values: NDArray[Any]) -> None:

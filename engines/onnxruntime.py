@@ -32,6 +32,7 @@ class OnnxRuntimeBackend:
         self.name = "onnxruntime" if device == "cpu" else f"onnxruntime-{device}"
         self.threads = threads or _usable_cores()
         self.evaluate = Evaluator(self)
+        self.release = self.evaluate.release
         if _PROVIDERS[device] not in self.runtime.get_available_providers():
             raise NotAvailableError(
                 f"ONNX Runtime {self.runtime.__version__} has no {_PROVIDERS[device]}; "
@@ -43,13 +44,13 @@ class OnnxRuntimeBackend:
     def supports(self, dtype: str) -> bool:
         return dtype != "bfloat16" or self.device == "cuda"  # the CPU has no bf16 MatMul kernel
 
-    def engine(self, graph: Graph) -> OnnxRuntimeEngine:
+    def engine(self, graph: Graph, frugal: bool = False) -> OnnxRuntimeEngine:
         dtypes = {tensor.dtype for tensor in (*graph.spec.inputs, *graph.spec.outputs)}
         if "bfloat16" in dtypes and not self.supports("bfloat16"):
             raise NotAvailableError(
                 "ONNX Runtime has no bf16 kernels on the CPU; run this bundle on a GPU, or export with --dtype fp32"
             )
-        return OnnxRuntimeEngine(graph, self)
+        return OnnxRuntimeEngine(graph, self, frugal)
 
     def zeros(self, spec: TensorSpec) -> Array:
         if self.device == "cpu":
@@ -69,7 +70,7 @@ class OnnxRuntimeBackend:
 class OnnxRuntimeEngine:
     """One session and its binding."""
 
-    def __init__(self, graph: Graph, backend: OnnxRuntimeBackend) -> None:
+    def __init__(self, graph: Graph, backend: OnnxRuntimeBackend, frugal: bool = False) -> None:
         self.graph, self.device, self.runtime = graph, backend.device, backend.runtime
         options = self.runtime.SessionOptions()
         # The few rows of a round are too little work to wait for a second thread, which after a verify step of PyTorch
@@ -85,9 +86,15 @@ class OnnxRuntimeEngine:
             options.add_session_config_entry(
                 "session.model_external_initializers_file_folder_path", str(graph.path.parent)
             )
+        if frugal:  # no packed copies, no weights widened at load, nothing kept between runs
+            options.add_session_config_entry("session.disable_prepacking", "1")
+            options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+        folded = ["ConstantFolding"] if frugal else []
         source = str(graph.path) if graph.model is None else graph.model
         try:
-            self.session = self.runtime.InferenceSession(source, options, providers=[_PROVIDERS[self.device]])
+            self.session = self.runtime.InferenceSession(
+                source, options, providers=[_PROVIDERS[self.device]], disabled_optimizers=folded
+            )
         except Exception as error:  # ONNX Runtime raises classes of its own, with no common base
             raise NotAvailableError(
                 f"{graph.path}: ONNX Runtime {self.runtime.__version__} cannot load it: {error}"

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.drafter.atomic import check_output
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.errors import BadInputError, IntegrityError, UsageError
 
-from .atomic import check_output
 from .contract import GraphSpec
 from .weights import FILE as WEIGHTS_FILE, WeightRegion, read_tensor
 

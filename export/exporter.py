@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dspark.drafter.atomic import atomic_folder, check_space
 from dspark.drafter.checkpoint import Checkpoint
 from dspark.drafter.model import ReferenceDrafter, reference_from_tensors
+from dspark.drafter.target import tokenizer_identity
 from dspark.drafter.tensors import SHARED_TENSORS, tensor_shapes
 
-from .atomic import atomic_folder, check_space
 from .bundle import Bundle, Graph, check_bundle_output, open_bundle, write_manifest
 from .contract import ExportOptions, GraphSpec, graph_specs
 from .graphs import identity_of, model_from_spec, write_graph
@@ -130,12 +131,19 @@ def _manifest(checkpoint: Checkpoint, plan: ExportPlan, checkpoint_sha256: str, 
         "target_layer_ids": list(config.target_layer_ids),
         "tap": "output of decoder layer id, before the final norm; -1 is the embedding output",
     }
+    # Who knows the tokenizer: the target itself, else the files that came with the checkpoint
+    target |= checkpoint.target_said | tokenizer_identity(checkpoint.path)
     if checkpoint.target is not None:
-        target |= {"sha256": checkpoint.target.sha256()}
+        target |= {"sha256": checkpoint.target.sha256(), **tokenizer_identity(checkpoint.target.path)}
     return {
         "tool": {"name": "dspark-export", "version": tool_version(), "libraries": library_versions()},
         "drafter": config.to_json(),
-        "checkpoint": {"sha256": checkpoint_sha256, "from_target": list(checkpoint.missing_shared)},
+        "checkpoint": {
+            "sha256": checkpoint_sha256,
+            "from_target": list(checkpoint.missing_shared),
+            "origins": checkpoint.origins,
+            "warnings": list(checkpoint.warnings),
+        },
         "target": target,
         "export": {
             "dtype": options.dtype,

@@ -44,6 +44,8 @@ class Runner(Protocol):
 
     def evaluate(self, graph: Graph, inputs: Arrays) -> Arrays: ...
 
+    def release(self, graph: Graph) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ParityRow:
@@ -209,6 +211,7 @@ class _Driver:
                 self._round(block, number)
                 number += 1
                 yield number
+            self.runner.release(block)
 
     def _start(self, block: Graph, rounds: int) -> None:
         """Empty caches for the smallest capacity; elsewhere caches filled with random rows, nearly to the end."""

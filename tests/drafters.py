@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dspark.drafter.config import DrafterConfig
+from dspark.drafter.formats import NAMES
 from dspark.drafter.formats.deepspec import read
 from dspark.drafter.formats.reading import Source
-from dspark.drafter.tensors import tensor_shapes
+from dspark.drafter.tensors import SHARED_TENSORS, tensor_shapes
 
 DEFAULTS: dict[str, Any] = {
     "architectures": ["Qwen3DSparkModel"],
@@ -65,6 +67,58 @@ def make_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(data))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def make_config(layout: str = "deepspec", **overrides: Any) -> DrafterConfig:
+    """A small canonical configuration; a reduced vocabulary by ``draft_vocab_size``."""
+    base = config_from_json(DEFAULTS)
+    layers = overrides.get("num_hidden_layers", base.num_hidden_layers)
+    windows = {"layer_windows": (None,) * layers, "layer_causal": (False,) * layers}
+    return dataclasses.replace(base, **{"layout": layout, **windows, **overrides})
+
+
+def random_tensors(config: DrafterConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Canonical tensors of a configuration, sized so that activations stay near 1."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in tensor_shapes(config).items():
+        if name == "d2t":
+            tensors[name] = torch.randperm(config.vocab_size, generator=generator)[: shape[0]].sort().values
+            continue
+        if config.draft_vocab_size > config.vocab_size and name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+            shape = (config.draft_vocab_size, *shape[1:])
+        scale = 0.3 if len(shape) == 1 else 1.0 / shape[-1] ** 0.5
+        values = torch.randn(shape, generator=generator) * scale
+        tensors[name] = (values + 1 if "norm" in name or "scalar" in name else values).to(dtype)
+    return tensors
+
+
+def write_layout(folder: Path, config: DrafterConfig, tensors: dict[str, torch.Tensor]) -> Path:
+    """A checkpoint in the layout that ``config`` names."""
+    module = NAMES[config.layout]
+    names = module.tensor_names(config)
+    stored = {names[name]: tensor.contiguous() for name, tensor in tensors.items()}
+    if "d2t" in tensors:
+        ids = tensors["d2t"]
+        stored["d2t"] = ids - torch.arange(len(ids))
+        stored["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(module.config_to_json(config)))
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def lend_target(drafter: Path, folder: Path) -> Path:
+    """A target folder that holds nothing but a DeepSpec checkpoint's embedding and head."""
+    data = json.loads((drafter / "config.json").read_text())
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = ("hidden_size", "vocab_size", "max_position_embeddings")
+    config = {key: data[key] for key in keys} | {"num_hidden_layers": data["num_target_layers"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(drafter / "model.safetensors")
+    shared = {f"model.{name}" if name.startswith("embed") else name: tensors[name] for name in SHARED_TENSORS}
+    save_file(shared, folder / "model.safetensors")
     return folder
 
 

@@ -22,6 +22,18 @@ CASES = (
 )
 
 
+# Layouts of the weights of deepspec/qwen3-vanilla; each README or about.json says which of its values apply.
+FORMATS = (
+    "modelopt",
+    "specforge",
+    "specforge-legacy-prefix",
+    "speculators-anchor-first",
+    "speculators-fill-in",
+    "speculators-reduced-vocabulary",
+    "zlab-dflash",
+)
+
+
 @dataclass(frozen=True)
 class Round:
     number: int

@@ -130,5 +130,6 @@ def _check_proposals(reader: Reader, fields: Fields) -> None:
         proposals = block if anchored else block - 1
         if tokens > proposals:
             reader.warnings.append(
-                f"{nested.where('proposal_methods')}: speculative_tokens is {tokens}, a block of {block} proposes {proposals}"
+                f"{nested.where('proposal_methods')}: speculative_tokens is {tokens}, "
+                f"a block of {block} proposes {proposals}"
             )

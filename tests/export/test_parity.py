@@ -133,6 +133,9 @@ def test_a_failed_check_leaves_no_bundle(checkpoint_folder: Path, tmp_path: Path
     class Wrong:
         name = "wrong"
 
+        def release(self, graph: Graph) -> None:
+            pass
+
         def supports(self, dtype: str) -> bool:
             return True
 

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from dspark.drafter.errors import NotAvailableError, UsageError
+from .errors import NotAvailableError, UsageError
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from drafters import make_checkpoint
 
+from dspark.drafter.atomic import atomic_folder, check_output, check_space
 from dspark.drafter.checkpoint import open_checkpoint
 from dspark.drafter.errors import NotAvailableError, UsageError
 from dspark.engines.backend import backend_from_name
-from dspark.export.atomic import atomic_folder, check_output, check_space
 from dspark.export.bundle import check_bundle_output
 from dspark.export.contract import ExportOptions
 from dspark.export.exporter import export_bundle
@@ -75,7 +75,7 @@ def test_force_replaces(old: Path) -> None:
 
 
 def test_force_replaces_where_paths_cannot_be_swapped(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dspark.export.atomic._exchange", lambda one, other: False)
+    monkeypatch.setattr("dspark.drafter.atomic._exchange", lambda one, other: False)
     with atomic_folder(old, force=True) as staging:
         (staging / "new").write_text("new")
     assert names(old) == ["new"]
@@ -189,7 +189,7 @@ def test_check_space_says_both_numbers(small_disk: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from dspark.export.atomic import atomic_folder
+from dspark.drafter.atomic import atomic_folder
 
 number = 0
 while True:
