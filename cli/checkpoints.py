@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dspark.drafter.checkpoint import Checkpoint
+    from dspark.drafter.errors import BadInputError
     from dspark.drafter.formats.reading import Settled
 
 
@@ -52,7 +53,7 @@ def open_for(
     return opened, folder
 
 
-def _probed(console: Console, path: Path, target: str, settled: Settled, error: Exception) -> Settled:
+def _probed(console: Console, path: Path, target: str, settled: Settled, error: BadInputError) -> Settled:
     from dspark.runtime.probe import probe_readings
     from dspark.runtime.targets import target_folder
 

@@ -58,7 +58,7 @@ class Parameters:
         held = self._held.get(name)
         if held is not None:
             return embedding(ids, held)
-        unique, places = ids.unique(return_inverse=True)
+        unique, places = torch.unique(ids, return_inverse=True)
         return embedding(places, self._fp32(name, unique.tolist()))
 
     def _fp32(self, name: str, rows: slice | Sequence[int] | None) -> Tensor:

@@ -65,18 +65,18 @@ class Rope:
         """
         size = self.rotary_dim(head_dim)
         exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
-        plain = np.float32(1.0) / np.power(np.float32(self.theta), exponents)
+        frequencies: NDArray[np.float32] = np.float32(1.0) / np.power(np.float32(self.theta), exponents)
         match self.kind:
             case "linear":
-                return plain / np.float32(self.factor)
+                frequencies /= np.float32(self.factor)
             case "proportional":
-                plain[int(self.partial_rotary_factor * size // 2) :] = 0
-                return plain / np.float32(self.factor)
+                frequencies[int(self.partial_rotary_factor * size // 2) :] = 0
+                frequencies /= np.float32(self.factor)
             case "yarn":
-                return self._yarn(plain, size)
+                frequencies = self._yarn(frequencies, size)
             case "llama3":
-                return self._llama3(plain)
-        return plain
+                frequencies = self._llama3(frequencies)
+        return frequencies
 
     def _yarn(self, plain: NDArray[np.float32], size: int) -> NDArray[np.float32]:
         def dimension(turns: float) -> float:
@@ -90,7 +90,8 @@ class Rope:
         low, high = max(low, 0), min(high, size - 1)
         ramp = (np.arange(size // 2, dtype=np.float32) - np.float32(low)) / np.float32(max(high - low, 0.001))
         interpolated = np.clip(ramp, 0, 1)
-        return plain / np.float32(self.factor) * interpolated + plain * (1 - interpolated)
+        mixed: NDArray[np.float32] = plain / np.float32(self.factor) * interpolated + plain * (1 - interpolated)
+        return mixed
 
     def _llama3(self, plain: NDArray[np.float32]) -> NDArray[np.float32]:
         wavelength = 2 * np.float32(math.pi) / plain

@@ -125,7 +125,8 @@ def tokenizer_identity(path: Path) -> dict[str, Any]:
 
 def identity_differences(recorded: dict[str, Any], found: dict[str, Any], where: str) -> tuple[list[str], list[str]]:
     """Faults and warnings of a tokenizer that is not the one recorded."""
-    faults, warnings = [], []
+    faults: list[str] = []
+    warnings: list[str] = []
     for key, what, serious in (("tokenizer_sha256", "tokenizer", True), ("template_sha256", "chat template", False)):
         wanted, seen = recorded.get(key), found.get(key)
         if wanted and seen and wanted != seen:

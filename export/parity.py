@@ -314,7 +314,8 @@ class _Driver:
         rows = np.full(self.config.vocab_size, -1)
         d2t = self.reference.parameters[DRAFT_TO_TARGET].numpy()
         rows[d2t] = np.arange(len(d2t))
-        return rows[tokens]
+        ids: NDArray[Any] = rows[tokens]
+        return ids
 
     def _judge_step(
         self,

@@ -145,7 +145,7 @@ def _hits(model: ReferenceDrafter, text: _Text) -> torch.Tensor:
     k, v = model.context(text.features[None], torch.arange(length)[None])  # [L, 1, Hkv, T, D]
     anchors = torch.arange(text.prompt, length - slots)
     hits = []
-    for group in anchors.split(_ANCHORS):
+    for group in torch.split(anchors, _ANCHORS):
         caches = [_cache(config.ring, cache, group) for cache in (k, v)]
         base, hidden = model.block(ids[group], group, *caches)
         state = torch.zeros(len(group), config.markov_rank)
