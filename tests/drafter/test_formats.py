@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafters import lend_target, make_checkpoint, make_config, random_tensors, write_layout
+from drafters import config_from_json, lend_target, make_checkpoint, make_config, random_tensors, write_layout
 from golden import FORMATS
 from safetensors.torch import load_file, save_file
 
 from dspark.drafter.checkpoint import Checkpoint, open_checkpoint
-from dspark.drafter.convert import convert
+from dspark.drafter.convert import convert, plan_conversion
 from dspark.drafter.errors import BadInputError
 from dspark.drafter.formats import NAMES
 from dspark.drafter.formats.reading import Settled
@@ -92,10 +92,10 @@ def test_golden_layouts_there_and_back(shared: Path, tmp_path: Path, layout: str
     through = 0
     for other in ("speculators", "specforge", "modelopt", "z-lab"):
         try:
-            convert(start, other, tmp_path / other)
-        except BadInputError as error:
-            assert "cannot hold" in error.message
+            plan_conversion(start, other)
+        except BadInputError:  # each refusal has its own test
             continue
+        convert(start, other, tmp_path / other)
         convert(open_checkpoint(tmp_path / other), start.config.layout, tmp_path / f"{other}-back")
         same(start, open_checkpoint(tmp_path / f"{other}-back"))
         through += 1
@@ -167,7 +167,7 @@ def test_prefixes_of_containers(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(folder)
     assert torch.equal(checkpoint.load("fc.weight"), tensors["fc.weight"])
     assert checkpoint.warnings == ("not used: model.rotary_emb.inv_freq",)
-    save_file(prefixed | {"fc.weight": tensors["fc.weight"]}, folder / "model.safetensors")
+    save_file(prefixed | {"fc.weight": tensors["fc.weight"].clone()}, folder / "model.safetensors")
     with pytest.raises(BadInputError, match="are the same tensor by their names"):
         open_checkpoint(folder)
 
@@ -211,7 +211,7 @@ def test_an_option_does_not_overrule_the_checkpoint(tmp_path: Path) -> None:
 
 def test_two_spellings_of_the_flag_must_agree(tmp_path: Path) -> None:
     folder = edit(speculators(tmp_path), query_zero_predicts_next=False)
-    with pytest.raises(BadInputError, match="sample_from_anchor is true but .*query_zero_predicts_next is false"):
+    with pytest.raises(BadInputError, match=r"sample_from_anchor is true but .*query_zero_predicts_next is false"):
         open_checkpoint(folder)
 
 
@@ -280,23 +280,11 @@ def test_proposals_of_a_converter_that_was_off_by_one(tmp_path: Path) -> None:
     assert "speculative_tokens is 5, a block of 5 proposes 4" in checkpoint.warnings[0]
 
 
-def test_gemma_embedding_scale_is_rounded_as_the_checkpoint_computes(shared: Path, tmp_path: Path) -> None:
-    source = shared / "golden" / "deepspec" / "gemma4-separate-v"
-    data = json.loads((source / "config.json").read_text())
-    tensors = load_file(source / "model.safetensors")
-    wide = {name: torch.cat([t, t[:, :8]], dim=1) if t.shape[-1] == 64 and t.dim() == 2 else t
-            for name, t in tensors.items()}  # fmt: skip
-    assert wide  # shapes do not matter here, the configuration does
-    from dspark.drafter.formats.deepspec import read
-    from dspark.drafter.formats.reading import Source
-
-    scales = {
-        dtype: read(
-            Source(tmp_path, "config.json", {**data, "hidden_size": 3840, "dtype": dtype}, {})
-        ).config.embed_scale
-        for dtype in ("float32", "bfloat16")
-    }
-    assert scales == {"float32": 3840**0.5, "bfloat16": 62.0}
+def test_gemma_embedding_scale_is_rounded_as_the_checkpoint_computes(shared: Path) -> None:
+    file = shared / "golden" / "deepspec" / "gemma4-separate-v" / "config.json"
+    data = json.loads(file.read_text()) | {"hidden_size": 3840}
+    for dtype, scale in (("float32", 3840**0.5), ("bfloat16", 62.0)):
+        assert config_from_json(data | {"dtype": dtype}).embed_scale == scale
 
 
 D2T_CASES: dict[str, tuple[list[int], str]] = {
