@@ -119,7 +119,4 @@ def test_sampling_with_top_k_ends_and_stays_in_the_vocabulary(
     result = generate(target, drafting, request)
     assert len(result.token_ids) == 40
     assert all(0 <= token < 131 for token in result.token_ids)
-    assert (
-        result == generate(target, drafting, request)
-        or result.token_ids == generate(target, drafting, request).token_ids
-    )
+    assert generate(target, drafting, request).token_ids == result.token_ids
