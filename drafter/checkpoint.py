@@ -18,6 +18,7 @@ from .config import DrafterConfig
 from .draft_vocabulary import draft_to_target
 from .errors import BadInputError
 from .formats import format_of
+from .formats.gguf import bare_name
 from .formats.reading import OPEN, Settled, Source
 from .target import TargetFolder
 from .tensor_folder import FLOATING_DTYPES, TensorEntry, TensorFolder, open_tensor_folder, read_config, shown
@@ -130,20 +131,22 @@ def open_checkpoint(path: Path, target: TargetFolder | None = None, settled: Set
 
 def _open_source(path: Path, settled: Settled, faults: list[str]) -> tuple[Source, TensorFolder, dict[str, str]]:
     """What a layout reads, the tensors, and stored names by name without a container's prefix."""
+    stored: dict[str, str]
     gguf = _gguf_file(path)
     if gguf is not None:
         from .gguf_file import open_gguf
 
         file = open_gguf(gguf)
-        source = Source(path, str(gguf), file.metadata, file.tensors.entries, settled)
-        return source, file.tensors, {name: name for name in file.tensors.entries}
+        stored = {bare_name(name): name for name in file.tensors.entries}
+        entries = {bare: file.tensors.entries[name] for bare, name in stored.items()}
+        return Source(path, str(gguf), file.metadata, entries, settled), file.tensors, stored
     data = read_config(path)
     try:
         folder = open_tensor_folder(path)
     except BadInputError as error:
         faults.append(error.message)
         folder = TensorFolder(path, {})
-    stored: dict[str, str] = {}
+    stored = {}
     for name in folder.entries:
         bare = _without_prefix(name)
         if bare in stored:
@@ -209,7 +212,11 @@ def _unread(checkpoint: Checkpoint) -> set[str]:
     read = set(checkpoint.names.values())
     if not checkpoint.config.reduced_vocabulary:
         read.add(DRAFT_TO_TARGET)  # the identity, checked apart
-    return {name for name in checkpoint.folder.entries if _without_prefix(name) not in read and name not in read}
+    return {
+        name
+        for name in checkpoint.folder.entries
+        if name not in read and _without_prefix(name) not in read and bare_name(name) not in read
+    }
 
 
 def _ignored(checkpoint: Checkpoint) -> Iterable[str]:

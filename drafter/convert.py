@@ -152,8 +152,7 @@ def _stored(checkpoint: Checkpoint, canonical: str, name: str) -> Tensor:
                       lambda rows: checkpoint.load(canonical, rows))  # fmt: skip
     stored = checkpoint.names[canonical]
     entry = checkpoint.folder.entries[stored]
-    dtype = entry.dtype if entry.dtype in TORCH_DTYPES else "F32"  # a quantised tensor is dequantised
-    return Tensor(name, dtype, entry.shape, lambda rows: checkpoint.folder.load(stored, rows))
+    return Tensor(name, entry.loaded_dtype, entry.shape, lambda rows: checkpoint.folder.load(stored, rows))
 
 
 def _draft_vocabulary(checkpoint: Checkpoint, module: ModuleType) -> list[Tensor]:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import numpy as np
+
 from .errors import BadInputError, NotAvailableError
-from .tensor_folder import TensorEntry, TensorFolder, shown
+from .tensor_folder import TORCH_DTYPES, TensorEntry, TensorFolder, shown
 
 if TYPE_CHECKING:
     import torch
@@ -38,12 +40,17 @@ class GgufEntry(TensorEntry):
     """A tensor of a GGUF file; ``shape`` is in the usual order, rows first."""
 
     kind: int = 0  # ggml type
+    narrowed: str = ""  # what an fp32 vector was before it was widened for ggml
+
+    @property
+    def loaded_dtype(self) -> str:
+        return (self.narrowed or self.dtype) if self.kind in PLAIN else "F32"
 
     def load(self, rows: slice | Sequence[int] | None = None) -> torch.Tensor:
         """The tensor, or some of its rows: plain types as they are, quantised ones as fp32."""
         if self.kind in PLAIN:
-            return TensorEntry.load(self, rows)
-        import numpy as np
+            tensor = TensorEntry.load(self, rows)
+            return tensor.to(_dtype(self.narrowed)) if self.narrowed else tensor
         import torch
 
         quants = import_gguf().quants
@@ -83,6 +90,13 @@ def open_gguf(file: Path) -> GgufFile:
         raise BadInputError(f"{file}: cannot be read: {error.strerror}") from error
 
 
+def _dtype(code: str) -> torch.dtype:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, TORCH_DTYPES[code])
+    return dtype
+
+
 class _Header:
     def __init__(self, file: Path, stream: BinaryIO, size: int) -> None:
         self.file, self.stream, self.size = file, stream, size
@@ -101,6 +115,8 @@ class _Header:
                 raise self._wrong(f"the key {shown(key)} stands twice")
             metadata[key] = self._value(self._scalar("I"), key)
         infos = [self._tensor_info() for _ in range(tensors)]
+        narrowed = metadata.get("dspark_export.vector_dtype")
+        self.narrowed = narrowed if narrowed in ("F16", "BF16") else ""
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
             raise self._wrong(f"general.alignment is {alignment!r}")
@@ -132,7 +148,8 @@ class _Header:
                 f"the tensor {shown(name)} {dtype} {list(shape)} ends at {offset + size}, the file at {self.size}; "
                 "copy it again"
             )
-        return GgufEntry(name, dtype, shape, self.file, offset, size, kind)
+        narrowed = self.narrowed if len(shape) == 1 and dtype == "F32" else ""
+        return GgufEntry(name, dtype, shape, self.file, offset, size, kind, narrowed)
 
     def _layout(self, name: str, kind: int) -> tuple[int, int, str]:
         """Elements and bytes of one block of a ggml type, and its name."""
@@ -196,7 +213,9 @@ class _Header:
         data = self.stream.read(size)
         if len(data) != size:
             raise self._wrong(f"ends within its header, at {self.size} bytes; copy it again")
-        return struct.unpack(f"<{code}", data)[0]
+        value = struct.unpack(f"<{code}", data)[0]
+        # The shortest decimal that is this fp32 number: 1e-05, not 9.999999747378752e-06
+        return float(str(np.float32(value))) if code == "f" else value
 
     def _require(self, size: int, what: str) -> None:
         if size > self.size - self.stream.tell():

@@ -115,12 +115,24 @@ def tokenizer_identity(path: Path) -> dict[str, Any]:
     identity: dict[str, Any] = {}
     file = path / "tokenizer.json"
     if file.is_file():
-        identity["tokenizer_sha256"] = _vocabulary_sha256(read_json_object(file, _TOKENIZER_BYTES))
+        identity["tokenizer_sha256"] = _sha256_of(_vocabulary(read_json_object(file, _TOKENIZER_BYTES)))
     template = _chat_template(path)
     if template is not None:
         identity["template_sha256"] = hashlib.sha256(template.encode()).hexdigest()
         identity["thinking"] = "thinking" in template
     return identity
+
+
+def tokenizer_tokens(path: Path) -> tuple[dict[int, str], list[str]] | None:
+    """Token by id, and merges as "left right", of a folder's ``tokenizer.json``, if it has one."""
+    file = path / "tokenizer.json"
+    if not path.is_dir() or not file.is_file():
+        return None
+    data = read_json_object(file, _TOKENIZER_BYTES)
+    model = data.get("model")
+    merges = model.get("merges") if isinstance(model, dict) else None
+    joined = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges or ()]
+    return {number: token for token, number in _vocabulary(data).items()}, joined
 
 
 def identity_differences(recorded: dict[str, Any], found: dict[str, Any], where: str) -> tuple[list[str], list[str]]:
@@ -135,7 +147,7 @@ def identity_differences(recorded: dict[str, Any], found: dict[str, Any], where:
     return faults, warnings
 
 
-def _vocabulary_sha256(data: dict[str, Any]) -> str:
+def _vocabulary(data: dict[str, Any]) -> dict[str, Any]:
     model, added = data.get("model"), data.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, list):  # Unigram: [token, score] in order of id
@@ -144,7 +156,11 @@ def _vocabulary_sha256(data: dict[str, Any]) -> str:
     for token in added if isinstance(added, list) else ():
         if isinstance(token, dict):
             pairs[str(token.get("content"))] = token.get("id")
-    return hashlib.sha256(json.dumps(sorted(pairs.items()), default=str).encode()).hexdigest()
+    return pairs
+
+
+def _sha256_of(vocabulary: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(sorted(vocabulary.items()), default=str).encode()).hexdigest()
 
 
 def _chat_template(path: Path) -> str | None:

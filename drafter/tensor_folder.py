@@ -48,6 +48,11 @@ class TensorEntry:
     offset: int = 0  # of the first byte, from the start of the file
     bytes: int = 0  # in the file
 
+    @property
+    def loaded_dtype(self) -> str:
+        """The safetensors code of what :meth:`load` gives."""
+        return self.dtype
+
     def load(self, rows: slice | Sequence[int] | None = None) -> torch.Tensor:
         """The tensor, or some of its rows, in the dtype it is stored in; nothing else is read."""
         import torch
