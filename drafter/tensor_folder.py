@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -60,15 +60,15 @@ class TensorEntry:
         if self.dtype not in TORCH_DTYPES:
             raise BadInputError(f"{self.file}: {self.name} has dtype {self.dtype}, which cannot be read")
         dtype, width = getattr(torch, TORCH_DTYPES[self.dtype]), self.shape[1:]
+        wanted = range(self.shape[0])[rows] if isinstance(rows, slice) else rows
         try:
             with self.file.open("rb") as stream:
-                data = b"".join(_chunks(stream, self, rows)) if rows is not None else _read(stream, self)
+                data = _read(stream, self, wanted)
         except OSError as error:
             raise BadInputError(f"{self.file}: {self.name} cannot be read: {error.strerror}") from error
         if not data:
             return torch.empty((0, *width), dtype=dtype)
-        flat = torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=dtype)
-        return flat.view(self.shape if rows is None else (-1, *width))
+        return torch.frombuffer(data, dtype=dtype).view(self.shape if wanted is None else (len(wanted), *width))
 
     def integers(self) -> NDArray[np.int64]:
         """A tensor of integers or booleans, flat; without torch."""
@@ -283,30 +283,19 @@ def _check_layout(file: Path, entries: list[TensorEntry], start: int, size: int)
         )
 
 
-def _chunks(stream: BinaryIO, entry: TensorEntry, rows: slice | Sequence[int]) -> Iterator[bytes]:
-    row = entry.bytes // max(entry.shape[0], 1)
-    if isinstance(rows, slice):
-        start, stop, _ = rows.indices(entry.shape[0])
-        stream.seek(entry.offset + start * row)
-        yield _exactly(stream, max(stop - start, 0) * row, entry)
-        return
-    for number in rows:
-        stream.seek(entry.offset + number * row)
-        yield _exactly(stream, row, entry)
-
-
-def _read(stream: BinaryIO, entry: TensorEntry) -> bytearray:
-    data = bytearray(entry.bytes)
-    stream.seek(entry.offset)
-    if stream.readinto(data) != entry.bytes:  # type: ignore[attr-defined]
-        raise BadInputError(f"{entry.file}: was cut short while it was read")
-    return data
-
-
-def _exactly(stream: BinaryIO, count: int, entry: TensorEntry) -> bytes:
-    data = stream.read(count)
-    if len(data) != count:
-        raise BadInputError(f"{entry.file}: was cut short while it was read")
+def _read(stream: BinaryIO, entry: TensorEntry, rows: Sequence[int] | None = None) -> bytearray:
+    """The tensor's bytes, or those of some rows; rows that follow each other are read at once."""
+    size = entry.bytes // max(entry.shape[0], 1) if rows is not None else entry.bytes
+    data = bytearray(size * (1 if rows is None else len(rows)))
+    view, filled = memoryview(data), 0
+    runs = (
+        [(0, 1)] if rows is None else [(rows.start, len(rows))] if isinstance(rows, range) else [(r, 1) for r in rows]
+    )
+    for first, count in runs:
+        stream.seek(entry.offset + first * size)
+        if stream.readinto(view[filled : filled + count * size]) != count * size:  # type: ignore[attr-defined]
+            raise BadInputError(f"{entry.file}: was cut short while it was read")
+        filled += count * size
     return data
 
 

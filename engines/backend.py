@@ -15,6 +15,7 @@ from dspark.export.contract import TensorSpec
 from dspark.export.weights import FILE as WEIGHTS_FILE
 
 _LARGE = 1 << 30  # bytes of weights from which on they are not held twice
+_LENT = 1 << 20  # bytes of an input that is bound as it is, not copied
 Array = Any  # numpy on the host, a torch tensor on a device: both index, assign and slice alike
 
 
@@ -70,12 +71,22 @@ class Evaluator:
             self.loaded[graph] = engine, tensors
         engine, tensors = self.loaded[graph]
         for spec in graph.spec.inputs:
-            assign(tensors[spec.name], inputs[spec.name])
+            values = inputs[spec.name]
+            if values.nbytes > _LENT and _bindable(tensors[spec.name], values):
+                tensors[spec.name] = values  # a cache is read where it is
+                engine.bind({spec.name: values})
+            else:
+                assign(tensors[spec.name], values)
         engine.run()
         return {spec.name: np.array(self.backend.to_host(tensors[spec.name])) for spec in graph.spec.outputs}
 
     def release(self, graph: Graph) -> None:
         self.loaded.pop(graph, None)
+
+
+def _bindable(tensor: Array, values: NDArray[Any]) -> bool:
+    same = isinstance(tensor, np.ndarray) and tensor.dtype == values.dtype and tensor.shape == values.shape
+    return same and values.flags.c_contiguous
 
 
 def assign(tensor: Array, values: NDArray[Any]) -> None:

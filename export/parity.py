@@ -228,7 +228,7 @@ class _Driver:
         else:
             self.length += max(0, self.capacity - 2 * rounds * (self.config.proposals + 1))
             for tensor in (self.k, self.v):
-                tensor[:] = torch.from_numpy(self.random.standard_normal(cache.shape))
+                tensor[:] = torch.from_numpy(self.random.standard_normal(cache.shape, np.float32))
             self._prefill = 1
         # numpy has no bf16; a device that has takes fp32 and rounds
         dtype = "float32" if cache.dtype == "bfloat16" else cache.dtype

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from .bundle import Graph
 from .contract import TensorSpec
 
-_PIECE = 1 << 24  # elements of a matrix that are widened at a time
+_PIECE = 1 << 22  # elements of a matrix that are widened at a time
 
 
 def fp32_shadow(graph: Graph) -> Graph:

@@ -31,7 +31,7 @@ FILE = "graphs/weights.data"
 _CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
 PAGE = 4096  # a group of tensors starts on a page, so that it can be memory-mapped
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
-_PIECE_BYTES = 1 << 26  # of a tensor in memory at a time
+_PIECE_BYTES = 1 << 24  # of a tensor in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
