@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 _PREFIXES = ("model.", "draft_model.", "logit_head.")  # of containers that the tensors were once part of
+_LISTED = 100  # faults in one message
 _UNUSED = re.compile(r"t2d|(.*\.)?rotary_emb\..*|verifier_(norm|lm_head)\.weight")
 
 
@@ -107,7 +108,7 @@ def open_checkpoint(path: Path, target: TargetFolder | None = None, settled: Set
     except BadInputError as error:
         details = dict(error.details)
         raise BadInputError(
-            "; ".join([error.message, *faults]), **{**details, "faults": [*details.get("faults", ()), *faults]}
+            "; ".join([_placed(error.message, source), *faults]), **{**details, "faults": [*details.get("faults", ()), *faults]}
         ) from error
     config = reading.config
     if target is not None:
@@ -123,10 +124,15 @@ def open_checkpoint(path: Path, target: TargetFolder | None = None, settled: Set
         details["settle_with"] = [option]
     faults += target.faults(config) if target else ()
     if faults:
-        listed = "; ".join(faults)
+        listed = "; ".join([*faults[:_LISTED], *([f"and {len(faults) - _LISTED} more"] if faults[_LISTED:] else [])])
         raise BadInputError(f"{path}: {listed}", path=str(path), layout=config.layout, faults=faults, **details)
     warnings = (*reading.warnings, *vocabulary_warnings, *_ignored(checkpoint))
     return dataclasses.replace(checkpoint, d2t=d2t, warnings=warnings)
+
+
+def _placed(message: str, source: Source) -> str:
+    """A message about the configuration, with the place that it came from."""
+    return message if str(source.path) in message else f"{source.file}: {message}"
 
 
 def _open_source(path: Path, settled: Settled, faults: list[str]) -> tuple[Source, TensorFolder, dict[str, str]]:
@@ -190,7 +196,7 @@ def _for_target(config: DrafterConfig, target: TargetFolder) -> DrafterConfig:
 def _tensor_faults(checkpoint: Checkpoint, module: ModuleType) -> Iterable[str]:
     entries, config = checkpoint.folder.entries, checkpoint.config
     if not entries:
-        return  # the files themselves are the fault
+        return  # told by the files' own fault
     readable = getattr(module, "DTYPES", FLOATING_DTYPES)
     for name, shape in tensor_shapes(config).items():
         entry = entries.get(checkpoint.names[name])

@@ -14,6 +14,7 @@ from .rope import Rope
 Architecture = Literal["qwen3", "llama", "gemma4"]
 MarkovHeadType = Literal["none", "vanilla", "gated", "rnn"]
 ARCHITECTURES: tuple[Architecture, ...] = ("qwen3", "llama", "gemma4")
+_MAX_LAYERS = 1024  # of a drafter, and taps of its target: over it no model is known
 MARKOV_HEAD_TYPES: tuple[MarkovHeadType, ...] = ("none", "vanilla", "gated", "rnn")
 
 
@@ -61,7 +62,7 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         faults = list(self._faults())
         if faults:
-            raise BadInputError("the drafter's configuration contradicts itself: " + "; ".join(faults), faults=faults)
+            raise BadInputError("the configuration contradicts itself: " + "; ".join(faults), faults=faults)
 
     @property
     def proposals(self) -> int:
@@ -128,7 +129,7 @@ class DrafterConfig:
                 faults.append(f"{name} is {getattr(self, name)}, it must be at least 1")
         if self.num_target_layers is not None and self.num_target_layers < 1:
             faults.append(f"num_target_layers is {self.num_target_layers}, it must be at least 1")
-        for name, limit in (("num_hidden_layers", 1024), ("block_size", 4096), ("num_attention_heads", 65536)):
+        for name, limit in (("num_hidden_layers", _MAX_LAYERS), ("block_size", 4096), ("num_attention_heads", 65536)):
             if getattr(self, name) > limit:
                 faults.append(f"{name} is {getattr(self, name)}, over {limit} no drafter is known")
         if self.num_key_value_heads >= 1 and self.num_attention_heads % self.num_key_value_heads:
@@ -169,8 +170,8 @@ class DrafterConfig:
 
     def _layer_faults(self) -> list[str]:
         ids = self.target_layer_ids
-        if not ids:
-            return ["target_layer_ids is empty"]
+        if not ids or len(ids) > _MAX_LAYERS:
+            return [f"target_layer_ids has {len(ids)} entries, it must have 1 to {_MAX_LAYERS}"]
         faults = []
         if any(b <= a for a, b in itertools.pairwise(ids)):
             faults.append(f"target_layer_ids {list(ids)} must be strictly increasing")
@@ -197,6 +198,7 @@ class DrafterConfig:
                 faults.append(
                     f"{name} has {len(getattr(self, name))} entries for num_hidden_layers {self.num_hidden_layers}"
                 )
-        if any(window is not None and window < 1 for window in self.layer_windows):
-            faults.append(f"layer_windows {list(self.layer_windows)} must be at least 1")
+        wrong = [window for window in self.layer_windows if window is not None and window < 1]
+        if wrong:
+            faults.append(f"layer_windows has a window of {wrong[0]}, it must be at least 1")
         return faults

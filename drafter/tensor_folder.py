@@ -144,6 +144,8 @@ def open_tensor_folder(path: Path) -> TensorFolder:
                 entries[entry.name] = entry
         except BadInputError as error:
             faults.append(error.message)
+    if not entries and not faults:
+        faults.append(f"{path}: its weight files hold no tensors")
     if faults:
         raise BadInputError("; ".join(faults), path=str(path), faults=faults)
     return TensorFolder(path, entries)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from ..errors import BadInputError
 
 _REQUIRED: Any = object()
+_LONGEST = 4096  # entries of a list in a configuration; they are one a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,16 @@ class Fields:
 
     def integers(self, key: str, default: Any = _REQUIRED) -> tuple[int, ...]:
         value = self._value(key, default)
-        if not isinstance(value, list | tuple) or any(
+        if not _is_list(value) or any(
             isinstance(i, bool) or not isinstance(i, int) or abs(i) >= 2**31 for i in value
         ):
-            self.refuse(key, value, "a list of integers")
+            self.refuse(key, value, f"a list of at most {_LONGEST} integers")
         return tuple(value)
 
     def strings(self, key: str, default: Any = _REQUIRED) -> tuple[str, ...]:
         value = self._value(key, default)
-        if not isinstance(value, list | tuple) or any(not isinstance(item, str) for item in value):
-            self.refuse(key, value, "a list of strings")
+        if not _is_list(value) or any(not isinstance(item, str) for item in value):
+            self.refuse(key, value, f"a list of at most {_LONGEST} strings")
         return tuple(value)
 
     def object(self, key: str) -> Fields | None:
@@ -87,3 +88,7 @@ class Fields:
         if default is _REQUIRED:
             raise BadInputError(f"{self.source}: the key {self.path}{key} is missing", file=self.source, key=key)
         return default
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) <= _LONGEST
