@@ -106,10 +106,9 @@ def open_checkpoint(path: Path, target: TargetFolder | None = None, settled: Set
     try:
         reading = module.read(source)
     except BadInputError as error:
-        details = dict(error.details)
-        raise BadInputError(
-            "; ".join([_placed(error.message, source), *faults]), **{**details, "faults": [*details.get("faults", ()), *faults]}
-        ) from error
+        said = dict(error.details)
+        said["faults"] = [*said.get("faults", ()), *faults]
+        raise BadInputError("; ".join([_placed(error.message, source), *faults]), **said) from error
     config = reading.config
     if target is not None:
         config = _for_target(config, target)
@@ -201,7 +200,8 @@ def _tensor_faults(checkpoint: Checkpoint, module: ModuleType) -> Iterable[str]:
     for name, shape in tensor_shapes(config).items():
         entry = entries.get(checkpoint.names[name])
         if entry is None:
-            if name not in SHARED_TENSORS:
+            # Rows of a reduced vocabulary are the drafter's own; the target's would be other tokens
+            if name not in SHARED_TENSORS or (name == "lm_head.weight" and config.reduced_vocabulary):
                 yield f"the tensor {checkpoint.names[name]} {list(shape)} is missing"
         elif entry.shape not in [(rows, *shape[1:]) for rows in stored_rows(config, name)]:
             wanted = [stored_rows(config, name)[-1], *shape[1:]]

@@ -37,7 +37,7 @@ def test_rank_zero_has_no_head() -> None:
         ({"target_layer_ids": [2, 0]}, "strictly increasing"),
         ({"target_layer_ids": [0, 4]}, "must lie in -1..3"),
         ({"target_layer_ids": [0, 3]}, "tap the last layer 3"),
-        ({"target_layer_ids": []}, "empty"),
+        ({"target_layer_ids": []}, "0 entries"),
         ({"mask_token_id": 131}, "mask_token_id 131"),
         ({"num_attention_heads": 3}, "no multiple"),
         ({"head_dim": 7}, "odd"),

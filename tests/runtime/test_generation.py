@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
+from scripted import Scripted
 
 from dspark.drafter.errors import BadInputError, UsageError
 from dspark.engines.backend import Backend, backend_from_name
 from dspark.export.bundle import Bundle
-from dspark.runtime.drafting import Draft, Drafting
+from dspark.runtime.drafting import Drafting
 from dspark.runtime.generation import Generation, Request, generate
 from dspark.runtime.sampling import Sampling
 from dspark.runtime.scheduler import Fixed, policy_from_name
@@ -31,29 +30,6 @@ def target(target_path: Path) -> TransformersTarget:
 @pytest.fixture(scope="module")
 def backend() -> Backend:
     return backend_from_name("onnxruntime", threads=1)
-
-
-class Scripted(Drafting):
-    """A drafter that knows the plain text, and errs where it is told to: acceptance of every length."""
-
-    def __init__(self, bundle: Bundle, backend: Backend, text: list[int], prompt: int, accept: Callable[[int], int]):
-        super().__init__(bundle, backend)
-        self.text, self.prompt, self.accept, self.round = text, prompt, accept, 0
-
-    def draft(self, anchors: Mapping[int, int], noise: Any, sampling: Any) -> Draft:
-        draft = super().draft(anchors, noise, sampling)
-        start = int(self.length[0])  # the anchor's position: cached rows + pending = start
-        done = start - self.prompt + 1
-        assert self.text[done - 1] == anchors[0], "the anchor is the last committed token"
-        tokens = np.zeros_like(draft.tokens)
-        right = self.text[done : done + tokens.shape[1]]
-        tokens[0, : len(right)] = right
-        wrong = self.accept(self.round)
-        if wrong < tokens.shape[1]:
-            tokens[0, wrong] = (tokens[0, wrong] + 1) % 131
-        self.round += 1
-        q: NDArray[np.float32] = np.eye(131, dtype=np.float32)[tokens]
-        return Draft(tokens, q, draft.confidence_logits)
 
 
 def plain(target: TransformersTarget, tokens: int, prompt: list[int] = PROMPT, **more: Any) -> Generation:
