@@ -54,9 +54,7 @@ class Fields:
 
     def integers(self, key: str, default: Any = _REQUIRED) -> tuple[int, ...]:
         value = self._value(key, default)
-        if not _is_list(value) or any(
-            isinstance(i, bool) or not isinstance(i, int) or abs(i) >= 2**31 for i in value
-        ):
+        if not _is_list(value) or any(isinstance(i, bool) or not isinstance(i, int) or abs(i) >= 2**31 for i in value):
             self.refuse(key, value, f"a list of at most {_LONGEST} integers")
         return tuple(value)
 
