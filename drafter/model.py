@@ -162,17 +162,18 @@ class ReferenceDrafter:
         q = self._heads(self._project(f"{prefix}.q_proj", n), config.num_attention_heads)  # [B, nh, γ, D]
         q = self._rotate(self._head_norm(q, f"{prefix}.q_norm.weight"), positions)
         k, v = self._keys_values(layer, n, positions)  # [B, Hkv, γ, D]
-        group = config.num_attention_heads // config.num_key_value_heads
-        k = torch.cat([k_cache, k], dim=2).repeat_interleave(group, dim=1)  # [B, nh, C+γ, D]
-        v = torch.cat([v_cache, v], dim=2).repeat_interleave(group, dim=1)
-        scores = q @ k.transpose(-1, -2) * config.attention_scale  # [B, nh, γ, C+γ]
+        k, v = torch.cat([k_cache, k], dim=2), torch.cat([v_cache, v], dim=2)  # [B, Hkv, C+γ, D]
+        # The queries of a group are rows of one product with its keys, so that no key is copied
+        grouped = q.reshape(q.shape[0], config.num_key_value_heads, -1, config.head_dim)  # [B, Hkv, G·γ, D]
+        scores = (grouped @ k.transpose(-1, -2)).view(*q.shape[:3], -1) * config.attention_scale  # [B, nh, γ, C+γ]
         scores = scores.masked_fill(~visible[:, None], -torch.inf)
         if config.attention_sinks:  # takes its share of the softmax and gives nothing
             sinks = self.parameters[f"{prefix}.sinks"].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             weights = softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
         else:
             weights = softmax(scores, dim=-1)
-        return self._project(f"{prefix}.o_proj", (weights @ v).transpose(1, 2).flatten(2))
+        mixed = (weights.reshape(*grouped.shape[:3], -1) @ v).view(q.shape)  # [B, nh, γ, D]
+        return self._project(f"{prefix}.o_proj", mixed.transpose(1, 2).flatten(2))
 
     def _visible(self, layer: int, context_length: Tensor, capacity: int) -> Tensor:
         """[B, γ, C+γ]: which cache rows and which slots of the block each slot attends to."""

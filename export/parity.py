@@ -1,7 +1,7 @@
 """Parity: the reference model against the graphs, on any runtime, over rounds in which the cache grows.
 
-Each graph is judged on every output. ``context`` and ``block`` run on the cache that the graphs themselves have
-built; the Markov graphs get the reference's logits, so that their fp32 arithmetic is judged by an fp32 tolerance
+Each graph is judged on every output. In the smallest capacity ``context`` and ``block`` run on the cache that the
+graphs themselves have built, in the others on one that both sides share; the Markov graphs get the reference's logits, so that their fp32 arithmetic is judged by an fp32 tolerance
 in every dtype; and once more chained behind ``block``, for token agreement and longest common prefix.
 """
 
@@ -211,7 +211,8 @@ class _Driver:
                 self._round(block, number)
                 number += 1
                 yield number
-            self.runner.release(block)
+            for graph in (block, *self.contexts, self.step, self.loop):  # and the pages that they have touched
+                self.runner.release(graph)
 
     def _start(self, block: Graph, rounds: int) -> None:
         """Empty caches for the smallest capacity; elsewhere caches filled with random rows, nearly to the end."""
@@ -219,6 +220,8 @@ class _Driver:
         self.capacity, smallest = block.spec.size, block is self.blocks[0]
         self.limit = self.capacity if self.config.ring is None else self.config.max_position_embeddings
         self.length = np.zeros(self.batch, dtype=np.int64)
+        self.k = self.v = torch.empty(0)  # the last capacity's go before the next one's come
+        self.graph_cache = {}
         self.k, self.v = (torch.zeros(cache.shape) for _ in range(2))
         if smallest:
             # A prompt that needs both sizes of ``context``, and leaves room for the rounds
@@ -228,11 +231,11 @@ class _Driver:
         else:
             self.length += max(0, self.capacity - 2 * rounds * (self.config.proposals + 1))
             for tensor in (self.k, self.v):
-                tensor[:] = torch.from_numpy(self.random.standard_normal(cache.shape, np.float32))
+                self.random.standard_normal(dtype=np.float32, out=tensor.numpy())
             self._prefill = 1
-        # numpy has no bf16; a device that has takes fp32 and rounds
+        # numpy has no bf16; a device that has takes fp32 and rounds. Larger caches are shared.
         dtype = "float32" if cache.dtype == "bfloat16" else cache.dtype
-        self.graph_cache = {name: tensor.numpy().astype(dtype) for name, tensor in self._caches()}
+        self.graph_cache = {name: tensor.numpy().astype(dtype, copy=smallest) for name, tensor in self._caches()}
         self._append(np.minimum(self._prefill - np.arange(self.batch) % self._prefill, self.limit - self.length))
 
     def _caches(self) -> tuple[tuple[str, torch.Tensor], ...]:
