@@ -1,11 +1,12 @@
 # make demo   export the shipped drafter, validate it, answer three prompts both ways
 # make test   lint, types, tests
+# make fuzz   damaged configurations and headers, for three minutes
 PYTHON ?= python3
 BIN := .venv/bin
 MYPYPATH := build/typecheck
 ROOMS := drafter export engines runtime cli
 
-.PHONY: demo test lint types unit clean
+.PHONY: demo test lint types unit fuzz clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -24,6 +25,9 @@ types: .venv/installed
 
 unit: .venv/installed
 	$(BIN)/pytest -q
+
+fuzz: .venv/installed
+	DSPARK_FUZZ_SECONDS=15 $(BIN)/pytest -q tests/drafter/test_fuzz.py
 
 .venv/installed: constraints.txt setup.py
 	$(PYTHON) -m venv .venv

@@ -16,6 +16,7 @@ setup(
     entry_points={"console_scripts": ["dspark-export = dspark.cli.main:main"]},
     install_requires=[
         "click>=8.1",
+        "ml_dtypes>=0.4",
         "numpy>=1.26",
         "onnx>=1.17",
         "torch>=2.4",

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class DsparkError(Exception):
-    """What was wrong, the values seen, what to do.
+    """What was wrong, the values seen, what to do, on one line: what files hold may not steer a terminal.
 
     ``details`` holds the values seen as data, for ``--json``.
     """
@@ -16,8 +16,8 @@ class DsparkError(Exception):
     kind = "error"
 
     def __init__(self, message: str, **details: Any) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = message if message.isprintable() else "".join(map(_printable, message))
+        super().__init__(self.message)
         self.details: Mapping[str, Any] = details
 
 
@@ -54,3 +54,7 @@ class IntegrityError(DsparkError):
 
     exit_code = 6
     kind = "integrity"
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else ascii(character)[1:-1]

@@ -35,7 +35,7 @@ def _snapshot(name: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise NotAvailableError(
-            f"{name}: no such folder here, and huggingface_hub is not installed; pip install huggingface_hub"
+            f"{name}: no such folder here, and huggingface_hub is not installed; pip install 'dspark-export[hub]'"
         ) from error
     try:
         return Path(snapshot_download(name, allow_patterns=_PATTERNS))

@@ -1,8 +1,9 @@
 """Parity: the reference model against the graphs, on any runtime, over rounds in which the cache grows.
 
 Each graph is judged on every output. In the smallest capacity ``context`` and ``block`` run on the cache that the
-graphs themselves have built, in the others on one that both sides share; the Markov graphs get the reference's logits, so that their fp32 arithmetic is judged by an fp32 tolerance
-in every dtype; and once more chained behind ``block``, for token agreement and longest common prefix.
+graphs themselves have built, in the others on one that both sides share; the Markov graphs get the reference's logits,
+so that their fp32 arithmetic is judged by an fp32 tolerance in every dtype; and once more chained behind ``block``, for
+token agreement and longest common prefix.
 """
 
 from __future__ import annotations

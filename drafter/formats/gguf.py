@@ -90,7 +90,7 @@ def read(source: Source) -> Reading:
     values, entries = reader.values, source.entries
     heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
     reader.take("num_key_value_heads", fields, "integer", "attention.head_count_kv", default=heads)
-    reader.take("head_dim", fields, "integer", "attention.key_length", default=hidden // heads if heads else 0)
+    reader.take("head_dim", fields, "integer", "attention.key_length", default=(hidden or 0) // (heads or 1))
     reader.take("rms_norm_eps", fields, "number", "attention.layer_norm_rms_epsilon")
     reader.take("mask_token_id", tokenizer, "integer")
     reader.take("num_target_layers", own, "integer", default=None)
@@ -321,9 +321,9 @@ def _read_rope(reader: Reader, fields: Fields) -> None:
             reader.faults.append(f"{fields.where('rope.scaling.attn_factor')} is not read")
     if kind not in ("none", "linear", "yarn", None):
         reader.faults.append(f"{fields.where('rope.scaling.type')} is {kind!r}, read are none, linear, yarn")
-    elif None not in (theta, rotated, kind, *values.values()) and head_dim:
+    elif None not in (theta, rotated, kind, *values.values()):
         named: Any = "default" if kind == "none" else kind
-        rope = Rope(theta=theta, kind=named, partial_rotary_factor=rotated / head_dim, **values)
+        rope = Rope(theta=theta, kind=named, partial_rotary_factor=rotated / (head_dim or 1), **values)
         reader.set("rope", rope, reader.origins["rope_theta"])
 
 
