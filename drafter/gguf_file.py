@@ -115,6 +115,8 @@ class _Header:
                 raise self._wrong(f"the key {shown(key)} stands twice")
             metadata[key] = self._value(self._scalar("I"), key)
         infos = [self._tensor_info() for _ in range(tensors)]
+        if not infos:
+            raise self._wrong("holds no tensors")
         narrowed = metadata.get("dspark_export.vector_dtype")
         self.narrowed = narrowed if narrowed in ("F16", "BF16") else ""
         alignment = metadata.get("general.alignment", 32)

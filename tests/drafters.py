@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from dspark.drafter.checkpoint import Checkpoint
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.formats import NAMES
 from dspark.drafter.formats.deepspec import read
 from dspark.drafter.formats.reading import Source
-from dspark.drafter.tensors import SHARED_TENSORS, tensor_shapes
+from dspark.drafter.tensor_folder import open_tensor_folder
+from dspark.drafter.tensors import DRAFT_TO_TARGET, SHARED_TENSORS, tensor_shapes
 
 DEFAULTS: dict[str, Any] = {
     "architectures": ["Qwen3DSparkModel"],
@@ -107,6 +109,19 @@ def write_layout(folder: Path, config: DrafterConfig, tensors: dict[str, torch.T
     (folder / "config.json").write_text(json.dumps(module.config_to_json(config)))
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def canonical_checkpoint(
+    folder: Path, config: DrafterConfig, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Checkpoint:
+    """A checkpoint under canonical names, for configurations that no layout holds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = random_tensors(config, seed, dtype)
+    ids = tensors.pop(DRAFT_TO_TARGET, None)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    names = {name: name for name in tensor_shapes(config)}
+    return Checkpoint(folder, config, open_tensor_folder(folder), names, d2t=None if ids is None else ids.numpy())
 
 
 def lend_target(drafter: Path, folder: Path) -> Path:

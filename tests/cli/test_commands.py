@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from drafters import make_checkpoint
+from safetensors.torch import load_file, save_file
 
 from dspark.export.bundle import Bundle, open_bundle
 
 COMMAND = [sys.executable, "-m", "dspark.cli.main"]
-COMMANDS = ["inspect", "export", "validate", "generate"]
+COMMANDS = ["inspect", "convert", "export", "validate", "generate"]
 INSPECT_KEYS = {
     "kind", "layout", "block_size", "proposals", "sample_from_anchor", "target_layer_ids", "mask_token_id",
     "markov_head_type", "markov_rank", "confidence_head", "draft_vocab_size", "vocab_size", "parameters", "warnings",
@@ -249,3 +251,58 @@ def test_generate(bundle: Bundle, target_path: Path, monkeypatch: pytest.MonkeyP
     assert text.endswith("\n")
     assert text != result["text"] + "\n"
     assert f" in {note.split()[3]} rounds, " in note
+
+
+def test_convert_there_and_back(checkpoint_folder: Path, tmp_path: Path) -> None:
+    there, back = tmp_path / "there", tmp_path / "back"
+    data = run_json("convert", checkpoint_folder, "--to", "speculators", "-o", there)
+    assert (data["from"], data["to"], data["left_to_target"]) == ("deepspec", "speculators", [])
+    assert f"{back}: deepspec, {data['tensors']} tensors" in run("convert", there, "--to", "deepspec", "-o", back)
+    first, last = (load_file(folder / "model.safetensors") for folder in (checkpoint_folder, back))
+    assert first.keys() == last.keys()
+    assert all(torch.equal(first[name], last[name]) for name in first)
+    before = hashes(back)
+    _, stderr = finish(start("convert", there, "--to", "deepspec", "-o", back), 2)
+    assert "--force" in stderr
+    assert hashes(back) == before
+    run("convert", there, "--to", "deepspec", "-o", back, "--force")
+    assert hashes(back) == before
+
+
+def test_convert_refuses_what_a_layout_has_no_place_for(tmp_path: Path) -> None:
+    gated = make_checkpoint(tmp_path / "gated", markov_head_type="gated")
+    _, stderr = finish(start("convert", gated, "--to", "gguf", "-o", tmp_path / "out"), 3)
+    assert "a Markov head of type gated" in stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_inspect_scans_for_what_is_no_number(checkpoint_folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(checkpoint_folder, tmp_path / "copy"))
+    assert run_json("inspect", copy, "--scan")["kind"] == "checkpoint"
+    tensors = load_file(copy / "model.safetensors")
+    tensors["fc.weight"][3, 5], tensors["fc.weight"][17, 0] = float("nan"), float("inf")
+    save_file(tensors, copy / "model.safetensors")
+    _, stderr = finish(start("inspect", copy, "--scan"), 3)
+    assert "fc.weight holds NaN or Inf, in rows 3, 17" in stderr
+    run("inspect", copy)
+
+
+def test_a_target_with_another_tokenizer_or_template(
+    checkpoint_folder: Path, target_path: Path, tmp_path: Path
+) -> None:
+    """The tokenizer that a bundle was exported for is a condition, its template a warning."""
+    path = tmp_path / "bundle"
+    run("export", checkpoint_folder, "--target", target_path, "-o", path, "--context", "64")
+    generate = ("generate", path, "--prompt", "hello", "--max-new-tokens", "2", "--target")
+    other = Path(shutil.copytree(target_path, tmp_path / "template"))
+    (other / "chat_template.jinja").write_text("{% for m in messages %}>{{ m['content'] }}{% endfor %}")
+    _, stderr = finish(start(*generate, other))
+    assert stderr.startswith("warning: ")
+    assert "chat template" in stderr
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    stdout, stderr = finish(start(*generate, other), 3)
+    assert stdout == ""
+    assert "tokenizer" in stderr

@@ -249,6 +249,7 @@ def test_a_disk_that_is_too_small(checkpoint_folder: Path, output: Path) -> None
 def test_a_hub_that_cannot_be_reached(checkpoint_folder: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "no/such" in refused_export(5, checkpoint_folder, output, "--target", "no/such")
+    assert "no/such-drafter" in refused_export(5, Path("no/such-drafter"), output)
 
 
 @contextlib.contextmanager

@@ -406,6 +406,7 @@ def gguf_bytes(kind: int = 0, dims: tuple[int, ...] = (32,), offset: int = 0, te
 GGUF_CASES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "no GGUF": (b"GGML" + bytes(40), ("begin with GGUF",)),
     "big-endian": (b"GGUF" + struct.pack(">I", 3) + bytes(40), ("version",)),
+    "no tensors": (gguf_bytes(tensors=0), ("holds no tensors",)),
     "2^60 tensors": (gguf_bytes(tensors=HUGE), (str(HUGE), "tensors")),
     "2^60 metadata entries": (b"GGUF" + struct.pack("<IQQ", 3, 1, HUGE), (str(HUGE), "metadata")),
     "a key of 2^60 bytes": (b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, HUGE), (str(HUGE),)),

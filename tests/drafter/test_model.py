@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from golden import CASES, Golden, load_golden
 
+from dspark.drafter import parameters
 from dspark.drafter.checkpoint import open_checkpoint
 from dspark.drafter.model import ReferenceDrafter, reference_from_tensors, sample
+from dspark.drafter.parameters import Parameters
+from dspark.drafter.tensors import tensor_shapes
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -50,3 +54,31 @@ def test_sample_is_greedy_at_temperature_zero() -> None:
     assert token.tolist() == [1, 0]
     assert q[0].tolist() == [0.0, 1.0, 0.0]
     torch.testing.assert_close(q[1], torch.softmax(logits[1], dim=0))
+
+
+def test_streamed_weights_give_the_same(checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter over the limit is read again for every product, some rows at a time."""
+    checkpoint = open_checkpoint(checkpoint_folder)
+    config, shapes = checkpoint.config, tensor_shapes(checkpoint.config)
+    features, positions = torch.randn(2, 3, config.feature_size), torch.arange(3).expand(2, 3)
+    anchor, length = torch.tensor([1, 7]), torch.tensor([3, 3])
+    loads: list[tuple[str, Any]] = []
+
+    def load(name: str, rows: Any = None) -> torch.Tensor:
+        loads.append((name, rows))
+        return checkpoint.load(name, rows)
+
+    def outputs(held_bytes: int) -> list[torch.Tensor]:
+        model = ReferenceDrafter(config, Parameters(load, shapes, held_bytes))
+        k, v = model.context(features, positions)
+        base, hidden = model.block(anchor, length, k, v)
+        bias, _ = model.markov_bias(anchor, hidden[:, 0], torch.zeros(2, config.markov_rank))
+        assert bias is not None
+        return [k, v, base, hidden, bias]
+
+    whole = outputs(held_bytes=1 << 30)
+    monkeypatch.setattr(parameters, "_ALWAYS_HELD", 0)
+    monkeypatch.setattr(parameters, "_PIECE_BYTES", 4 * config.hidden_size * 7)  # 7 rows: divides no table
+    for found, wanted in zip(outputs(held_bytes=0), whole, strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert ("lm_head.weight", slice(7, 14)) in loads

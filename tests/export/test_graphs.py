@@ -10,15 +10,16 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from drafters import lend_target, make_checkpoint
+from drafters import canonical_checkpoint, lend_target, make_checkpoint, make_config
 from golden import CASES, FORMATS, Golden, load_golden
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from dspark.drafter.checkpoint import Checkpoint, open_checkpoint
+from dspark.drafter.rope import Rope
 from dspark.drafter.target import open_target
 from dspark.engines.backend import backend_from_name
 from dspark.export.bundle import Bundle
-from dspark.export.contract import ExportOptions
+from dspark.export.contract import ExportOptions, default_context
 from dspark.export.exporter import export_bundle
 
 
@@ -165,6 +166,62 @@ def test_any_geometry_has_parity(tmp_path_factory: pytest.TempPathFactory, **dra
     )
     assert report.passed
     assert report.shadow == (drawn["dtype"] == "bfloat16")
+
+
+@settings(
+    max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
+@given(
+    architecture=st.sampled_from(["qwen3", "llama", "gemma4"]),
+    rope=st.sampled_from(
+        [
+            {},
+            {"interleaved": True},
+            {"partial_rotary_factor": 0.5},
+            {"kind": "linear", "factor": 4.0},
+            {"kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.14},
+            {"kind": "llama3", "factor": 8.0, "original_max_position_embeddings": 64},
+            {"kind": "proportional", "partial_rotary_factor": 0.5},
+        ]
+    ),
+    windows=st.sampled_from([(None, None), (9, 9), (None, 30), (9, 70)]),
+    causal=st.sampled_from([(False, False), (True, True), (True, False)]),
+    window_moves=st.booleans(),
+    sinks=st.booleans(),
+    bias=st.booleans(),
+    anchored=st.booleans(),
+    softcap=st.sampled_from([None, 5.0]),
+    scales=st.sampled_from([(1.0, 1.0), (5.0, 0.25)]),
+    draft_vocabulary=st.sampled_from([131, 40, 136]),
+    target_hidden_size=st.sampled_from([32, 20]),
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    seed=st.integers(0, 99),
+)
+def test_any_kind_of_drafter_has_parity(tmp_path_factory: pytest.TempPathFactory, **drawn: Any) -> None:
+    """What no single layout holds together: every feature of the configuration, mixed."""
+    folder = tmp_path_factory.mktemp("any")
+    gemma4, (embed_scale, logit_scale) = drawn["architecture"] == "gemma4", drawn["scales"]
+    config = make_config(
+        architecture=drawn["architecture"],
+        rope=Rope(theta=500.0, **drawn["rope"]),
+        layer_windows=drawn["windows"],
+        layer_causal=drawn["causal"],
+        window_moves=drawn["window_moves"],
+        attention_sinks=drawn["sinks"],
+        attention_bias=drawn["bias"],
+        k_eq_v=gemma4 and drawn["seed"] % 2 == 0,
+        sample_from_anchor=drawn["anchored"],
+        final_logit_softcapping=drawn["softcap"],
+        embed_scale=embed_scale,
+        logit_scale=logit_scale,
+        draft_vocab_size=drawn["draft_vocabulary"],
+        target_hidden_size=drawn["target_hidden_size"],
+    )
+    checkpoint = canonical_checkpoint(folder / "drafter", config, drawn["seed"], getattr(torch, drawn["dtype"]))
+    context = default_context(config) if config.ring else (40, 300)
+    options = ExportOptions(dtype=drawn["dtype"], batch=(1, 2), context=context, prefill=11)
+    _, report = export_bundle(checkpoint, folder / "bundle", options, backend_from_name("onnxruntime", 1))
+    assert report.passed
 
 
 def test_graphs_are_plain_and_say_what_they_are(bundle: Bundle) -> None:

@@ -15,6 +15,7 @@ from dspark.drafter.checkpoint import open_checkpoint
 from dspark.drafter.errors import CheckFailedError
 from dspark.drafter.model import ReferenceDrafter, reference_from_tensors
 from dspark.engines.backend import backend_from_name
+from dspark.export import shadow
 from dspark.export.bundle import Bundle, Graph
 from dspark.export.contract import ExportOptions
 from dspark.export.exporter import export_bundle
@@ -168,3 +169,27 @@ def test_the_bf16_shadow_catches_them_too(tmp_path: Path, fault: str) -> None:
             graph.path.write_bytes(model.SerializeToString())
     reference = reference_from_tensors(checkpoint.config, checkpoint.load)
     assert not check_parity(reference, bundle.graphs, "bfloat16", backend).passed
+
+
+def test_the_shadow_widens_large_matrices_some_rows_at_a_time(
+    checkpoint_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same outputs whether a matrix is widened whole or in pieces, of which the last is smaller."""
+    backend = backend_from_name("onnxruntime", 1)
+    options = ExportOptions(dtype="bfloat16", context=(64,), prefill=16)
+    bundle, _ = export_bundle(open_checkpoint(checkpoint_folder), tmp_path / "bundle", options, backend)
+    graph = next(graph for graph in bundle.graphs if graph.spec.name == "block")
+    generator = np.random.default_rng(0)
+    shapes = {tensor.name: tensor.shape for tensor in graph.spec.inputs if tensor.name.endswith("_cache")}
+    inputs = {
+        "anchor": np.array([3]),
+        "context_length": np.array([20]),
+        **{name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()},
+    }
+    whole = backend.evaluate(shadow.fp32_shadow(graph), inputs)
+    monkeypatch.setattr(shadow, "_PIECE", 900)
+    pieces = shadow.fp32_shadow(graph)
+    assert pieces.model is not None
+    assert b"lm_head.weight.112" in pieces.model  # 28 rows of 32 at a time, and 19 at the end
+    for name, found in backend.evaluate(pieces, inputs).items():
+        np.testing.assert_allclose(found, whole[name], rtol=0, atol=2**-6)
