@@ -24,11 +24,7 @@ def draw(b: GraphBuilder, logits: str, noise: str, temperature: str, batch: int,
     """
     q = _law(b, logits, temperature, batch, vocab)
     size, count = block_split(vocab)
-    padded = q
-    if size * count > vocab:
-        padded = b.op("Concat", q, b.constant(np.zeros((batch, size * count - vocab)), np.float32), axis=1)
-    blocks = b.reshape(padded, batch, count, size)
-
+    blocks = _blocks(b, q, batch, vocab)
     sums = b.op("ReduceSum", blocks, b.constant([2]), keepdims=0)  # [B, count]
     cumulative = b.op("CumSum", sums, b.constant(1))
     total = b.slice(cumulative, 1, count - 1, count)  # [B, 1]
@@ -57,12 +53,24 @@ def _law(b: GraphBuilder, logits: str, temperature: str, batch: int, vocab: int)
     hot = b.op("Greater", column, b.constant(0, np.float32))
     divisor = b.op("Where", hot, column, b.constant(1, np.float32))
     softmax = b.op("Softmax", b.op("Div", logits, divisor), axis=1)  # [B, V']
+    # A runtime's softmax may add V' terms in one fp32 sum, and its law then misses 1 by 4e-6; two levels mend that.
+    total = b.op("ReduceSum", _blocks(b, softmax, batch, vocab), b.constant([2]), keepdims=0)
+    total = b.op("ReduceSum", total, b.constant([1]), keepdims=1)  # [B, 1]
+    scale = b.op("Div", b.cast(hot, "float32"), total)
     # A greedy row is zeroed and gets its one; in any other row the largest entry is written over with itself. That is
     # half the time of a Where over [B, V'].
     greedy = _argmax(b, logits, batch, vocab)
-    largest = b.op("Where", hot, b.op("GatherElements", softmax, greedy, axis=1), b.constant(1, np.float32))
-    kept = b.op("Mul", softmax, b.cast(hot, "float32"))
+    kept = b.op("Mul", softmax, scale)
+    largest = b.op("Where", hot, b.op("GatherElements", kept, greedy, axis=1), b.constant(1, np.float32))
     return b.op("ScatterElements", kept, greedy, largest, axis=1)
+
+
+def _blocks(b: GraphBuilder, mass: str, batch: int, vocab: int) -> str:
+    """[B, V'] as [B, count, size], with zeros at the end where V' has no fitting divisor."""
+    size, count = block_split(vocab)
+    if size * count > vocab:
+        mass = b.op("Concat", mass, b.constant(np.zeros((batch, size * count - vocab)), np.float32), axis=1)
+    return b.reshape(mass, batch, count, size)
 
 
 def _argmax(b: GraphBuilder, logits: str, batch: int, vocab: int) -> str:

@@ -72,6 +72,7 @@ def test_each_noise_interval_measures_q(vocab: int, kind: str) -> None:
         return high.astype(np.int32).view(np.float32).astype(np.float64)
 
     _, q = drawn(np.full(batch, 0.5))
+    assert abs(q[0].sum(dtype=np.float64) - 1) < 5e-7
     measure = boundary(tokens + 1) - boundary(tokens)
     np.testing.assert_allclose(measure, q[0, tokens].astype(np.float64), rtol=0, atol=1e-6)
 
