@@ -257,7 +257,9 @@ def sample(logits: Tensor, noise: Tensor, temperature: Tensor) -> tuple[Tensor, 
     if not bool((temperature > 0).any()):
         return greedy, one_hot
     hot = (temperature > 0)[:, None]
-    q = torch.where(hot, softmax(logits / torch.where(hot, temperature[:, None], 1.0), dim=-1), one_hot)
+    # In fp64: with some vector units PyTorch's fp32 softmax of 49,152 entries sums to 1 + 5e-5.
+    scaled = logits.double() / torch.where(hot, temperature[:, None], 1.0)
+    q = torch.where(hot, softmax(scaled, dim=-1).float(), one_hot)
     cumulative = q.double().cumsum(dim=-1)
     threshold = noise.double()[:, None] * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)

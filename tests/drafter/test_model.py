@@ -82,3 +82,11 @@ def test_streamed_weights_give_the_same(checkpoint_folder: Path, monkeypatch: py
     for found, wanted in zip(outputs(held_bytes=0), whole, strict=True):
         torch.testing.assert_close(found, wanted)
     assert ("lm_head.weight", slice(7, 14)) in loads
+
+
+def test_the_law_of_a_large_vocabulary_sums_to_one() -> None:
+    """One token that holds most of the mass, and 49,151 that share the rest: a plain fp32 sum loses those."""
+    logits = torch.randn(1, 49152, generator=torch.Generator().manual_seed(3)) * 2
+    logits[0, 5] = logits.max() + 8
+    _, q = sample(logits, torch.tensor([0.5]), torch.ones(1))
+    assert abs(float(q.double().sum()) - 1) < 5e-7
