@@ -50,12 +50,13 @@ def command(console: Console, bundle: Path, checkpoint: str | None, target: str 
             )
         load = source.load
     from dspark.drafter.model import reference_from_tensors  # torch: seconds, so after all that may be refused
-    from dspark.export.exporter import prove
+    from dspark.export.exporter import prove, rounding_reference
     from dspark.export.graphs import check_identity
 
     check_identity(opened)
     reference = reference_from_tensors(opened.config, load)
-    report = prove(reference, opened.graphs, opened.dtype, backend_from_name(backend), console.progress)
+    rounding = rounding_reference(reference, opened.dtype, opened.load)
+    report = prove(reference, opened.graphs, rounding, backend_from_name(backend), console.progress)
     parity = report.to_json()
     text = f"{parity_table(parity)}\n\n{bundle}: files are intact, parity holds"
     console.result({"bundle": str(bundle), **parity_json(parity)}, text)

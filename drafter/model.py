@@ -1,6 +1,7 @@
 """The reference model in plain PyTorch. It follows the graph contracts of ``export.contract`` by name.
 
-Architecture: DSpark paper §3.1 (equations 2 to 7) and dspark format sheet B.3, B.4, B.6. All arithmetic is fp32.
+Architecture: DSpark paper §3.1 (equations 2 to 7) and dspark format sheet B.3, B.4, B.6. All arithmetic is fp32; a
+model may round where a graph of another dtype does, which shows what that dtype costs.
 B slots, K proposals, L layers, C context rows, N feature rows, V vocabulary, V' draft vocabulary,
 h hidden, r Markov rank, Hkv/D key-value heads and head dim, G query heads per key-value head.
 """
@@ -17,10 +18,14 @@ from .tensors import DRAFT_TO_TARGET, tensor_shapes
 
 
 class ReferenceDrafter:
-    """Context rows, block, Markov step and Markov loop of one drafter."""
+    """Context rows, block, Markov step and Markov loop of one drafter.
 
-    def __init__(self, config: DrafterConfig, parameters: Parameters) -> None:
-        self.config, self.parameters = config, parameters
+    Args:
+        dtype: what the operands and results of the backbone's products are rounded to (the weights come rounded).
+    """
+
+    def __init__(self, config: DrafterConfig, parameters: Parameters, dtype: torch.dtype = torch.float32) -> None:
+        self.config, self.parameters, self.dtype = config, parameters, dtype
         self.inverse_frequencies = torch.from_numpy(config.rope.inverse_frequencies(config.head_dim))
 
     def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,7 +63,7 @@ class ReferenceDrafter:
             x = self._layer(layer, x, positions, visible, k_cache[layer], v_cache[layer])
         first = 0 if config.sample_from_anchor else 1
         hidden = self._norm(x, "norm.weight")[:, first:]  # [B, K, h]
-        logits = self.parameters.linear(hidden, "lm_head.weight")
+        logits = self._product("lm_head", hidden)
         if config.final_logit_softcapping is not None:
             logits = config.final_logit_softcapping * torch.tanh(logits / config.final_logit_softcapping)
         return logits * config.logit_scale, hidden
@@ -159,21 +164,23 @@ class ReferenceDrafter:
         self, layer: int, n: Tensor, positions: Tensor, visible: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         config, prefix = self.config, f"layers.{layer}.self_attn"
-        q = self._heads(self._project(f"{prefix}.q_proj", n), config.num_attention_heads)  # [B, nh, γ, D]
+        q = self._heads(self._product(f"{prefix}.q_proj", n), config.num_attention_heads)  # [B, nh, γ, D]
         q = self._rotate(self._head_norm(q, f"{prefix}.q_norm.weight"), positions)
+        q = self._rounded(q * config.attention_scale)
         k, v = self._keys_values(layer, n, positions)  # [B, Hkv, γ, D]
-        k, v = torch.cat([k_cache, k], dim=2), torch.cat([v_cache, v], dim=2)  # [B, Hkv, C+γ, D]
         # The queries of a group are rows of one product with its keys, so that no key is copied
         grouped = q.reshape(q.shape[0], config.num_key_value_heads, -1, config.head_dim)  # [B, Hkv, G·γ, D]
-        scores = (grouped @ k.transpose(-1, -2)).view(*q.shape[:3], -1) * config.attention_scale  # [B, nh, γ, C+γ]
+        scores = torch.cat([grouped @ keys.transpose(-1, -2) for keys in (k_cache, k)], dim=-1)
+        scores = self._rounded(scores).view(*q.shape[:3], -1)  # [B, nh, γ, C+γ]
         scores = scores.masked_fill(~visible[:, None], -torch.inf)
         if config.attention_sinks:  # takes its share of the softmax and gives nothing
             sinks = self.parameters[f"{prefix}.sinks"].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             weights = softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
         else:
             weights = softmax(scores, dim=-1)
-        mixed = (weights.reshape(*grouped.shape[:3], -1) @ v).view(q.shape)  # [B, nh, γ, D]
-        return self._project(f"{prefix}.o_proj", mixed.transpose(1, 2).flatten(2))
+        seen, own = self._rounded(weights).reshape(*grouped.shape[:3], -1).split([k_cache.shape[2], v.shape[2]], dim=-1)
+        mixed = (self._rounded(seen @ v_cache) + self._rounded(own @ v)).view(q.shape)  # [B, nh, γ, D]
+        return self._product(f"{prefix}.o_proj", mixed.transpose(1, 2).flatten(2))
 
     def _visible(self, layer: int, context_length: Tensor, capacity: int) -> Tensor:
         """[B, γ, C+γ]: which cache rows and which slots of the block each slot attends to."""
@@ -201,19 +208,27 @@ class ReferenceDrafter:
         return last - (last - rows) % capacity
 
     def _mlp(self, layer: int, m: Tensor) -> Tensor:
-        w, prefix = self.parameters, f"layers.{layer}.mlp"
-        gate, up = (w.linear(m, f"{prefix}.{part}_proj.weight") for part in ("gate", "up"))
+        prefix = f"layers.{layer}.mlp"
+        gate, up = (self._product(f"{prefix}.{part}_proj", m) for part in ("gate", "up"))
         gate = gelu(gate, approximate="tanh") if self.config.architecture == "gemma4" else silu(gate)
-        return w.linear(gate * up, f"{prefix}.down_proj.weight")
+        return self._product(f"{prefix}.down_proj", gate * up)
 
     def _keys_values(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Normed, rotated keys and values [B, Hkv, N, D] of rows x [B, N, h]."""
         heads, prefix = self.config.num_key_value_heads, f"layers.{layer}.self_attn"
-        raw = self._heads(self._project(f"{prefix}.k_proj", x), heads)
-        v = raw if self.config.k_eq_v else self._heads(self._project(f"{prefix}.v_proj", x), heads)
+        raw = self._heads(self._product(f"{prefix}.k_proj", x), heads)
+        v = raw if self.config.k_eq_v else self._heads(self._product(f"{prefix}.v_proj", x), heads)
         if self.config.architecture == "gemma4":
             v = self._normalised(v)
-        return self._rotate(self._head_norm(raw, f"{prefix}.k_norm.weight"), positions), v
+        k = self._rotate(self._head_norm(raw, f"{prefix}.k_norm.weight"), positions)
+        return self._rounded(k), self._rounded(v)
+
+    def _product(self, name: str, x: Tensor) -> Tensor:
+        """A projection of the backbone, whose operands and result are of the graph's dtype."""
+        return self._rounded(self._project(name, self._rounded(x)))
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return x if self.dtype == torch.float32 else x.to(self.dtype).float()
 
     def _project(self, name: str, x: Tensor) -> Tensor:
         return self.parameters.linear(x, f"{name}.weight", f"{name}.bias")
@@ -266,6 +281,6 @@ def sample(logits: Tensor, noise: Tensor, temperature: Tensor) -> tuple[Tensor, 
     return torch.where(hot[:, 0], drawn, greedy), q
 
 
-def reference_from_tensors(config: DrafterConfig, load: Load) -> ReferenceDrafter:
-    """A reference model in fp32 from a loader of canonical tensors, e.g. ``Checkpoint.load``."""
-    return ReferenceDrafter(config, Parameters(load, tensor_shapes(config)))
+def reference_from_tensors(config: DrafterConfig, load: Load, dtype: torch.dtype = torch.float32) -> ReferenceDrafter:
+    """A reference model from a loader of canonical tensors, e.g. ``Checkpoint.load``; it rounds as graphs of dtype do."""
+    return ReferenceDrafter(config, Parameters(load, tensor_shapes(config)), dtype)

@@ -13,7 +13,7 @@ from dspark.drafter.atomic import check_output
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.errors import BadInputError, IntegrityError, UsageError
 
-from .contract import GraphSpec
+from .contract import Dtype, GraphSpec
 from .weights import FILE as WEIGHTS_FILE, WeightRegion, read_tensor
 
 if TYPE_CHECKING:
@@ -46,8 +46,9 @@ class Bundle:
     graphs: tuple[Graph, ...]
 
     @property
-    def dtype(self) -> str:
-        return str(self.manifest["export"]["dtype"])
+    def dtype(self) -> Dtype:
+        dtype: Dtype = self.manifest["export"]["dtype"]
+        return dtype
 
     @property
     def batches(self) -> tuple[int, ...]:

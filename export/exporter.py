@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dspark.drafter.atomic import atomic_folder, check_space
 from dspark.drafter.checkpoint import Checkpoint
@@ -15,11 +15,16 @@ from dspark.drafter.target import tokenizer_identity
 from dspark.drafter.tensors import SHARED_TENSORS, tensor_shapes
 
 from .bundle import Bundle, Graph, check_bundle_output, open_bundle, write_manifest
-from .contract import ExportOptions, GraphSpec, graph_specs
+from .contract import Dtype, ExportOptions, GraphSpec, graph_specs
 from .graphs import identity_of, model_from_spec, write_graph
 from .parity import ParityReport, Runner, check_parity
 from .version import library_versions, tool_version
-from .weights import FILE as WEIGHTS_FILE, WeightPlan, plan_weights, row_pieces, write_weights
+from .weights import FILE as WEIGHTS_FILE, WeightPlan, plan_weights, read_tensor, row_pieces, write_weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from dspark.drafter.parameters import Load
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 _GRAPH_BYTES = 1 << 20  # generous estimate of one graph file without its weights
@@ -83,6 +88,10 @@ def export_bundle(
             staging / WEIGHTS_FILE,
             lambda done, total: progress("weights", done, total),
         )
+
+        def stored(name: str, rows: slice | Sequence[int] | None = None) -> torch.Tensor:
+            return read_tensor(staging / WEIGHTS_FILE, plan.weights.tensors[name], rows)
+
         checkpoint_sha256 = checkpoint.sha256()
         identity = identity_of(checkpoint.config, options, checkpoint_sha256)
         graphs = []
@@ -91,18 +100,31 @@ def export_bundle(
             write_graph(model_from_spec(spec, checkpoint.config, options, plan.weights, identity), staging / spec.file)
             graphs.append(Graph(spec, staging / spec.file))
         reference = reference_from_tensors(checkpoint.config, checkpoint.load)
-        report = prove(reference, graphs, options.dtype, runner, progress)
+        report = prove(reference, graphs, rounding_reference(reference, options.dtype, stored), runner, progress)
         manifest = _manifest(checkpoint, plan, checkpoint_sha256, report)
         write_manifest(staging, manifest, {WEIGHTS_FILE: weights_sha256})
     return open_bundle(output), report
 
 
+def rounding_reference(reference: ReferenceDrafter, dtype: Dtype, stored: Load) -> ReferenceDrafter:
+    """The model that rounds where graphs of ``dtype`` round, with the bundle's ``stored`` weights."""
+    import torch
+
+    if dtype == "float32":
+        return reference
+    return reference_from_tensors(reference.config, stored, getattr(torch, dtype))
+
+
 def prove(
-    reference: ReferenceDrafter, graphs: Sequence[Graph], dtype: str, runner: Runner, progress: Progress
+    reference: ReferenceDrafter,
+    graphs: Sequence[Graph],
+    rounding: ReferenceDrafter,
+    runner: Runner,
+    progress: Progress,
 ) -> ParityReport:
     """Parity of all graphs; raises ``CheckFailedError`` with the table where it does not hold."""
     report = check_parity(
-        reference, graphs, dtype, runner, progress=lambda done, total: progress("parity", done, total)
+        reference, graphs, rounding, runner, progress=lambda done, total: progress("parity", done, total)
     )
     report.require()
     return report

@@ -4,6 +4,9 @@ Each graph is judged on every output. In the smallest capacity ``context`` and `
 graphs themselves have built, in the others on one that both sides share; the Markov graphs get the reference's logits,
 so that their fp32 arithmetic is judged by an fp32 tolerance in every dtype; and once more chained behind ``block``, for
 token agreement and longest common prefix.
+
+What fp16 or bf16 may cost is not guessed: the reference, rounding where the graph rounds, runs beside the fp32 one, and
+a graph may differ from the fp32 one by twice the largest difference that this rounding makes, over the same rounds.
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ from .shadow import fp32_shadow
 Arrays = dict[str, NDArray[Any]]
 ROUNDS = 20
 _TEMPERATURES = (0.0, 1.0, 0.6)
-# Largest error over the largest magnitude of the reference's output; products in this dtype, sums in fp32.
-_TOLERANCE = {"float32": 3e-5, "float16": 5e-3, "bfloat16": 4e-2}
-_MARKOV_TOLERANCE = 2e-5  # fp32 in every bundle
+# Largest error over the largest magnitude of the reference's output, for fp32 arithmetic
+_TOLERANCE = 3e-5
+_MARKOV_TOLERANCE = 2e-5
+_ROUNDING_MARGIN = 2  # over the largest error of the rounding reference: another order of sums rounds elsewhere
 _CDF_ROUNDING = 1e-6
 # Share of greedy tokens that agree, and of a draft's length up to the first difference, behind ``block``.
 _AGREEMENT = {"float32": 0.98, "float16": 0.9, "bfloat16": 0.7}
@@ -95,7 +99,7 @@ class ParityReport:
 def check_parity(
     reference: ReferenceDrafter,
     graphs: Sequence[Graph],
-    dtype: str,
+    rounding: ReferenceDrafter,
     runner: Runner,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -104,16 +108,18 @@ def check_parity(
 
     Args:
         reference: fp32 model of the same checkpoint.
-        dtype: the bundle's; decides the tolerances.
+        rounding: the model that rounds where the graphs do, to their dtype; ``reference`` itself for fp32.
         progress: called with rounds done and rounds in all.
     """
+    dtype = str(rounding.dtype).removeprefix("torch.")
     shadow = not runner.supports(dtype)
     if shadow:
         graphs = [fp32_shadow(graph) for graph in graphs]
     comparison = _Comparison(dtype)
     batches = sorted({graph.spec.batch for graph in graphs})
     drivers = [
-        _Driver(reference, [g for g in graphs if g.spec.batch == batch], runner, comparison, seed) for batch in batches
+        _Driver(reference, rounding, [g for g in graphs if g.spec.batch == batch], runner, comparison, seed)
+        for batch in batches
     ]
     total, done = sum(driver.total for driver in drivers), 0
     with torch.inference_mode():
@@ -126,11 +132,12 @@ def check_parity(
 
 @dataclass
 class _Measured:
-    """Running maximum of one output's error and of the reference's magnitude."""
+    """Running maximum of one output's error, of what rounding costs, and of the reference's magnitude."""
 
     tolerance: float
     rounds: int = 0
     error: float = 0.0
+    rounding: float = 0.0
     magnitude: float = 0.0
     equal: int = 0
     prefix: int = 0
@@ -142,9 +149,19 @@ class _Comparison:
     dtype: str
     measured: dict[tuple[str, str], _Measured] = field(default_factory=dict)
 
-    def values(self, spec: GraphSpec, output: str, found: NDArray[Any], wanted: torch.Tensor) -> None:
+    def values(
+        self,
+        spec: GraphSpec,
+        output: str,
+        found: NDArray[Any],
+        wanted: torch.Tensor,
+        rounded: torch.Tensor | None = None,
+    ) -> None:
+        """An output against the fp32 reference's, and the rounding reference's against it."""
         markov = spec.name.startswith("markov")
-        entry = self._entry(spec, output, _MARKOV_TOLERANCE if markov else _TOLERANCE[self.dtype])
+        entry = self._entry(spec, output, _MARKOV_TOLERANCE if markov else _TOLERANCE)
+        if rounded is not None:
+            entry.rounding = max(entry.rounding, float((rounded - wanted).abs().max()))
         reference = wanted.numpy().astype(np.float64)
         error = np.abs(found.astype(np.float64) - reference)
         entry.rounds += 1
@@ -168,7 +185,7 @@ class _Comparison:
                 passed = min(agreement, prefix) >= m.tolerance
                 yield ParityRow(graph, output, m.rounds, differing, m.tolerance, passed, agreement, prefix)
             else:
-                tolerance = m.tolerance * max(m.magnitude, 1e-30)
+                tolerance = m.tolerance * max(m.magnitude, 1e-30) + _ROUNDING_MARGIN * m.rounding
                 yield ParityRow(graph, output, m.rounds, m.error, tolerance, m.error <= tolerance)
 
     def _entry(self, spec: GraphSpec, output: str, tolerance: float) -> _Measured:
@@ -182,12 +199,14 @@ class _Driver:
     def __init__(
         self,
         reference: ReferenceDrafter,
+        rounding: ReferenceDrafter,
         graphs: Sequence[Graph],
         runner: Runner,
         comparison: _Comparison,
         seed: int,
     ) -> None:
         self.reference, self.config, self.runner = reference, reference.config, runner
+        self.rounding = None if rounding.dtype == torch.float32 else rounding
         self.comparison, self.random = comparison, np.random.default_rng(seed)
         by_name: dict[str, list[Graph]] = {}
         for graph in graphs:
@@ -222,7 +241,7 @@ class _Driver:
         self.limit = self.capacity if self.config.ring is None else self.config.max_position_embeddings
         self.length = np.zeros(self.batch, dtype=np.int64)
         self.k = self.v = torch.empty(0)  # the last capacity's go before the next one's come
-        self.graph_cache = {}
+        self.graph_cache, self.rounded = {}, (self.k, self.v)
         self.k, self.v = (torch.zeros(cache.shape) for _ in range(2))
         if smallest:
             # A prompt that needs both sizes of ``context``, and leaves room for the rounds
@@ -233,7 +252,12 @@ class _Driver:
             self.length += max(0, self.capacity - 2 * rounds * (self.config.proposals + 1))
             for tensor in (self.k, self.v):
                 self.random.standard_normal(dtype=np.float32, out=tensor.numpy())
+                if self.rounding is not None:  # exact in every dtype: the cache is given, and costs nothing
+                    for layer in tensor:
+                        layer.copy_(layer.to(self.rounding.dtype))
             self._prefill = 1
+        if self.rounding is not None:  # a rounding model's own rows; larger caches are shared
+            self.rounded = (self.k.clone(), self.v.clone()) if smallest else (self.k, self.v)
         # numpy has no bf16; a device that has takes fp32 and rounds. Larger caches are shared.
         dtype = "float32" if cache.dtype == "bfloat16" else cache.dtype
         self.graph_cache = {name: tensor.numpy().astype(dtype, copy=smallest) for name, tensor in self._caches()}
@@ -254,12 +278,17 @@ class _Driver:
             positions = self.length[:, None] + np.arange(rows)
             found = self.runner.evaluate(graph, {"features": features, "positions": positions})
             wanted = self.reference.context(torch.from_numpy(features), torch.from_numpy(positions))
+            rounded = None
+            if self.rounding is not None:
+                rounded = self.rounding.context(torch.from_numpy(features), torch.from_numpy(positions))
             taken = np.minimum(counts, rows)
-            for (cache_name, cache), name, value in zip(self._caches(), ("k", "v"), wanted, strict=True):
-                self.comparison.values(graph.spec, name, found[name], value)
+            for i, (name, (cache_name, cache)) in enumerate(zip(("k", "v"), self._caches(), strict=True)):
+                self.comparison.values(graph.spec, name, found[name], wanted[i], rounded[i] if rounded else None)
                 for slot, (start, count) in enumerate(zip(self.length, taken, strict=True)):
                     into, new = cache_rows(int(start), int(count), self.capacity)
-                    cache[:, slot][:, :, into] = value[:, slot][:, :, new]
+                    if rounded:  # before the fp32 rows, which take this place where the cache is shared
+                        self.rounded[i][:, slot][:, :, into] = rounded[i][:, slot][:, :, new]
+                    cache[:, slot][:, :, into] = wanted[i][:, slot][:, :, new]
                     self.graph_cache[cache_name][:, slot][:, :, into] = found[name][:, slot][:, :, new]
             self.length += taken
             counts -= taken
@@ -276,8 +305,12 @@ class _Driver:
         base, hidden = self.reference.block(
             torch.from_numpy(anchor), torch.from_numpy(self.length.copy()), self.k, self.v
         )
-        self.comparison.values(block.spec, "base_logits", found["base_logits"], base)
-        self.comparison.values(block.spec, "hidden", found["hidden"], hidden)
+        rounded: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        if self.rounding is not None:
+            length = torch.from_numpy(self.length.copy())
+            rounded = self.rounding.block(torch.from_numpy(anchor), length, *self.rounded)
+        self.comparison.values(block.spec, "base_logits", found["base_logits"], base, rounded[0])
+        self.comparison.values(block.spec, "hidden", found["hidden"], hidden, rounded[1])
 
         shared: Arrays = {"anchor": anchor, "noise": noise, "temperature": temperature}
         wanted = self.reference.markov_loop(

@@ -18,7 +18,7 @@ from dspark.engines.backend import backend_from_name
 from dspark.export import shadow
 from dspark.export.bundle import Bundle, Graph
 from dspark.export.contract import ExportOptions
-from dspark.export.exporter import export_bundle
+from dspark.export.exporter import export_bundle, rounding_reference
 from dspark.export.parity import ROUNDS, ParityReport, check_parity
 
 Mutation = Callable[[onnx.ModelProto], None]
@@ -44,7 +44,7 @@ def report(gated: tuple[ReferenceDrafter, Bundle], name: str, mutate: Mutation) 
             mutate(model)
             graph = Graph(graph.spec, graph.path, model.SerializeToString())
         graphs.append(graph)
-    return check_parity(reference, graphs, "float32", backend_from_name("onnxruntime", 1))
+    return check_parity(reference, graphs, reference, backend_from_name("onnxruntime", 1))
 
 
 def insert_after_input(model: onnx.ModelProto, name: str, kind: str, *more: np.ndarray, **attributes: object) -> None:
@@ -168,7 +168,8 @@ def test_the_bf16_shadow_catches_them_too(tmp_path: Path, fault: str) -> None:
             mutate(model)
             graph.path.write_bytes(model.SerializeToString())
     reference = reference_from_tensors(checkpoint.config, checkpoint.load)
-    assert not check_parity(reference, bundle.graphs, "bfloat16", backend).passed
+    rounding = rounding_reference(reference, "bfloat16", bundle.load)
+    assert not check_parity(reference, bundle.graphs, rounding, backend).passed
 
 
 def test_the_shadow_widens_large_matrices_some_rows_at_a_time(
