@@ -178,8 +178,9 @@ class ReferenceDrafter:
             weights = softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
         else:
             weights = softmax(scores, dim=-1)
-        seen, own = self._rounded(weights).reshape(*grouped.shape[:3], -1).split([k_cache.shape[2], v.shape[2]], dim=-1)
-        mixed = (self._rounded(seen @ v_cache) + self._rounded(own @ v)).view(q.shape)  # [B, nh, γ, D]
+        weights, capacity = self._rounded(weights).reshape(*grouped.shape[:3], -1), k_cache.shape[2]
+        seen, own = weights[..., :capacity] @ v_cache, weights[..., capacity:] @ v
+        mixed = (self._rounded(seen) + self._rounded(own)).view(q.shape)  # [B, nh, γ, D]
         return self._product(f"{prefix}.o_proj", mixed.transpose(1, 2).flatten(2))
 
     def _visible(self, layer: int, context_length: Tensor, capacity: int) -> Tensor:
@@ -282,5 +283,5 @@ def sample(logits: Tensor, noise: Tensor, temperature: Tensor) -> tuple[Tensor, 
 
 
 def reference_from_tensors(config: DrafterConfig, load: Load, dtype: torch.dtype = torch.float32) -> ReferenceDrafter:
-    """A reference model from a loader of canonical tensors, e.g. ``Checkpoint.load``; it rounds as graphs of dtype do."""
+    """A reference model from a loader of canonical tensors, e.g. ``Checkpoint.load``; it rounds as graphs of dtype."""
     return ReferenceDrafter(config, Parameters(load, tensor_shapes(config)), dtype)
