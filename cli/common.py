@@ -118,6 +118,12 @@ def fail(console: Console, code: int, kind: str, message: str, details: dict[str
     sys.exit(code)
 
 
+BACKENDS = ("onnxruntime", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
+backend_option = click.option(
+    "--backend", type=click.Choice(BACKENDS), default="onnxruntime", show_default=True, help="What runs the graphs."
+)
+
+
 def checkpoint_options(function: Callable[..., None]) -> Callable[..., None]:
     """Options that settle what a checkpoint leaves open; ``settled`` makes one value of them."""
     for option in reversed((

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from .common import Console, command as dspark_command
+from .common import BACKENDS, Console, backend_option, command as dspark_command
 
 
 @dspark_command("generate")
@@ -20,7 +20,8 @@ from .common import Console, command as dspark_command
 @click.option("--top-k", type=int, default=0, show_default=True, help="0: all tokens.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same text.")
 @click.option("--policy", default="fixed", show_default=True, help="fixed or fixed:k, tokens verified per round.")
-@click.option("--backend", default="onnxruntime", show_default=True, help="onnxruntime or onnxruntime-cuda.")
+@backend_option
+@click.option("--fallback", type=click.Choice(BACKENDS), help="Where --backend cannot run here, run this one instead.")
 def command(
     console: Console,
     bundle: Path,
@@ -33,6 +34,7 @@ def command(
     seed: int,
     policy: str,
     backend: str,
+    fallback: str | None,
 ) -> None:
     """Answer --prompt with the drafter of BUNDLE and the target, losslessly; text streams as it is committed.
 
@@ -42,7 +44,7 @@ def command(
     """
     from dspark.drafter.errors import BadInputError
     from dspark.drafter.target import identity_differences, open_target, tokenizer_identity
-    from dspark.engines.backend import backend_from_name
+    from dspark.engines.backend import backend_or_fallback
     from dspark.export.bundle import open_bundle
     from dspark.runtime.drafting import Drafting
     from dspark.runtime.generation import Request, generate
@@ -63,7 +65,7 @@ def command(
         raise BadInputError(f"{bundle}: " + "; ".join(faults), faults=faults)
     for warning in warnings:
         console.note(f"warning: {warning}")
-    engines = backend_from_name(backend)
+    engines = backend_or_fallback(backend, fallback, opened, console.note)
     tokenizer = TransformersTokenizer(folder)
     request = Request(tokenizer.encode_chat([{"role": "user", "content": prompt}]), sampling, max_new_tokens)
     drafting = Drafting(opened, engines, opened.batches[0])

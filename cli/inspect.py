@@ -17,15 +17,19 @@ from .common import Console, checkpoint_options, command as dspark_command, sett
 @click.option("--scan", is_flag=True, help="Read every weight too, and name rows with NaN or Inf.")
 @checkpoint_options
 def command(console: Console, path: str, target: str | None, probe: bool, scan: bool, **open_values: Any) -> None:
-    """Say what PATH is: a drafter's checkpoint in any layout that is read, or a bundle.
+    """Say what PATH is: a drafter's checkpoint in any layout that is read, a bundle, or a folder of engines.
 
-    Reads configuration and headers only, and lists everything that is wrong at once (exit code 3).
+    Of a checkpoint it reads configuration and headers only, and lists everything that is wrong at once (exit code 3).
+    Of a bundle and its engines it checks every hash (exit code 6).
 
     \b
     Example:
       dspark-export inspect examples/smollm2-dspark-2l
     """
-    if (Path(path) / "manifest.json").exists():
+    if (Path(path) / "engine.json").exists():
+        data = _engines(Path(path))
+        rows = [[key, _text(value)] for key, value in data.items() if not isinstance(value, dict) and key != "warnings"]
+    elif (Path(path) / "manifest.json").exists():
         data = _bundle(Path(path))
         rows = [[key, _text(value)] for key, value in data.items() if not isinstance(value, dict) and key != "warnings"]
     else:
@@ -78,9 +82,13 @@ def _scan(console: Console, checkpoint: Any) -> None:
 
 
 def _bundle(path: Path) -> dict[str, Any]:
+    from dspark.engines.store import engine_sets
     from dspark.export.bundle import open_bundle
 
     bundle = open_bundle(path)
+    sets = engine_sets(bundle)
+    for engines in sets:
+        engines.check(bundle)
     manifest = bundle.manifest
     parameters = sum(_size(weight["shape"]) for weight in manifest["weights"] if weight["dtype"] != "int64")
     return {
@@ -93,8 +101,35 @@ def _bundle(path: Path) -> dict[str, Any]:
         "bytes": sum(file["bytes"] for file in manifest["files"].values()),
         "parity": "passed" if manifest["parity"]["passed"] else "failed",
         "graphs": [graph["file"] for graph in manifest["graphs"]],
+        "engines": [f"{engines.name} ({engines.version}, {engines.size / 1e6:.1f} MB)" for engines in sets],
         "config": bundle.config.to_json(),
         "target": manifest["target"],
+    }
+
+
+def _engines(path: Path) -> dict[str, Any]:
+    from dspark.engines.store import open_engine_set
+    from dspark.export.bundle import MANIFEST, open_bundle
+
+    engines = open_engine_set(path)
+    home = path.resolve().parents[2]
+    inside = (home / MANIFEST).is_file()
+    if inside:
+        engines.check(open_bundle(home))
+    else:
+        engines.check_files()
+    data = engines.to_json()
+    return {
+        "kind": "engines",
+        "name": engines.name,
+        **{key: data[key] for key in ("backend", "sku", "versions", "options")},
+        "compute_capabilities": data["sku"]["compute_capabilities"],
+        "version": engines.version,
+        "bytes": engines.size,
+        "seconds": round(sum(entry["seconds"] for entry in engines.engines), 3),
+        "of_bundle": str(home) if inside else None,
+        "files": [f"{entry['file']} ({entry['bytes'] / 1e6:.1f} MB)" for entry in engines.engines],
+        "warnings": [] if inside else ["these engines lie outside their bundle: their graphs were not compared"],
     }
 
 

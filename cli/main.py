@@ -15,6 +15,7 @@ COMMANDS = {
     "inspect": "Say what a checkpoint or a bundle is.",
     "convert": "Write a checkpoint in another layout.",
     "export": "Export a drafter to a bundle of ONNX graphs, proven against the reference.",
+    "build": "Build engines of a bundle, per GPU, also on a machine without one.",
     "validate": "Check a bundle's files, and its graphs against the reference model.",
     "generate": "Answer a prompt by speculative decoding.",
 }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from .common import Console, command as dspark_command
+from .common import Console, backend_option, command as dspark_command
 from .export import parity_json, parity_table
 
 
@@ -14,11 +15,12 @@ from .export import parity_json, parity_table
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--checkpoint", help="Compare with this checkpoint's weights.")
 @click.option("--target", help="Target of a checkpoint without embedding or head.")
-@click.option("--backend", default="onnxruntime", show_default=True, help="onnxruntime or onnxruntime-cuda.")
+@backend_option
 def command(console: Console, bundle: Path, checkpoint: str | None, target: str | None, backend: str) -> None:
-    """Check every file of BUNDLE against its hash, and its graphs against the reference model.
+    """Check every file of BUNDLE against its hash, engines included, and its graphs against the reference model.
 
-    Without --checkpoint the reference model takes its weights from the bundle itself.
+    Without --checkpoint the reference model takes its weights from the bundle itself. With a TensorRT backend its own
+    parser reads every graph first; parity then needs the GPU and the engines that were built for it.
 
     \b
     Example:
@@ -26,14 +28,32 @@ def command(console: Console, bundle: Path, checkpoint: str | None, target: str 
     """
     import dataclasses
 
-    from dspark.drafter.errors import BadInputError, IntegrityError
+    from dspark.drafter.errors import BadInputError, IntegrityError, NotAvailableError
     from dspark.drafter.formats.reading import Settled
     from dspark.engines.backend import backend_from_name
+    from dspark.engines.build import parse_graphs
+    from dspark.engines.store import engine_sets
     from dspark.export.bundle import open_bundle
 
     from .checkpoints import open_for
 
     opened = open_bundle(bundle)
+    sets = engine_sets(opened)
+    for engines in sets:
+        engines.check(opened)
+    data: dict[str, Any] = {"bundle": str(bundle), "engines": [engines.name for engines in sets]}
+    intact = f"{bundle}: files are intact" + (f", engines of {', '.join(data['engines'])} too" if sets else "")
+    if backend.startswith("tensorrt"):
+        data["parsed"] = parse_graphs(opened, backend, console.progress)  # type: ignore[arg-type]
+        intact += f", the {backend} parser takes all {len(data['parsed'])} graphs"
+        try:
+            runner = backend_from_name(backend, bundle=opened)
+        except NotAvailableError as error:
+            data |= {"parity": None, "parity_not_run": error.message}
+            console.result(data, f"{intact}; parity on {backend} was not run: {error.message}")
+            return
+    else:
+        runner = backend_from_name(backend, bundle=opened)
     load = opened.load
     if checkpoint is not None:
         config = opened.config
@@ -56,7 +76,6 @@ def command(console: Console, bundle: Path, checkpoint: str | None, target: str 
     check_identity(opened)
     reference = reference_from_tensors(opened.config, load)
     rounding = rounding_reference(reference, opened.dtype, opened.load)
-    report = prove(reference, opened.graphs, rounding, backend_from_name(backend), console.progress)
+    report = prove(reference, opened.graphs, rounding, runner, console.progress)
     parity = report.to_json()
-    text = f"{parity_table(parity)}\n\n{bundle}: files are intact, parity holds"
-    console.result({"bundle": str(bundle), **parity_json(parity)}, text)
+    console.result(data | parity_json(parity), f"{parity_table(parity)}\n\n{intact}, parity holds")

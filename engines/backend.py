@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark.drafter.errors import UsageError
-from dspark.export.bundle import Graph
+from dspark.drafter.errors import NotAvailableError, UsageError
+from dspark.export.bundle import Bundle, Graph
 from dspark.export.contract import TensorSpec
 from dspark.export.weights import FILE as WEIGHTS_FILE
 
 _LARGE = 1 << 30  # bytes of weights from which on they are not held twice
 _LENT = 1 << 20  # bytes of an input that is bound as it is, not copied
-Array = Any  # numpy on the host, a torch tensor on a device: both index, assign and slice alike
+Array = Any  # numpy on the host, torch's or our own on a device: all index, assign and slice alike
+BACKENDS = ("onnxruntime", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
 
 
 class Engine(Protocol):
@@ -93,20 +94,51 @@ def assign(tensor: Array, values: NDArray[Any]) -> None:
     """Write host values into a bound tensor, wherever it is."""
     if isinstance(tensor, np.ndarray):
         tensor[...] = values
-    else:
+    elif hasattr(tensor, "copy_"):
         import torch
 
         tensor.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+    else:
+        tensor.assign(values)
 
 
-def backend_from_name(name: str, threads: int | None = None) -> Backend:
-    """``onnxruntime`` (CPU) or ``onnxruntime-cuda``.
+def backend_from_name(name: str, threads: int | None = None, bundle: Bundle | None = None) -> Backend:
+    """One of ``BACKENDS``.
+
+    Args:
+        bundle: whose engines are used where its store has any that fit; TensorRT runs nothing else.
 
     Raises:
-        UsageError: no such backend. NotAvailableError: it is not installed, or there is no such device.
+        UsageError: no such backend. NotAvailableError: it is not installed, there is no such device, or nothing was
+            built for it. IntegrityError: an engine is damaged, or for another device, version or graph.
     """
     from .onnxruntime import OnnxRuntimeBackend
 
     if name in ("onnxruntime", "onnxruntime-cuda"):
-        return OnnxRuntimeBackend("cuda" if name.endswith("cuda") else "cpu", threads)
-    raise UsageError(f"backend {name!r} is none of onnxruntime, onnxruntime-cuda")
+        return OnnxRuntimeBackend("cuda" if name.endswith("cuda") else "cpu", threads, bundle)
+    if name in BACKENDS and bundle is not None:
+        from .tensorrt import TensorRtBackend
+
+        return TensorRtBackend(name, bundle)
+    raise UsageError(f"backend {name!r} is none of {', '.join(BACKENDS)}")
+
+
+def backend_or_fallback(name: str, fallback: str | None, bundle: Bundle, note: Callable[[str], None]) -> Backend:
+    """The backend, or ``fallback`` where it is not available or its engines are for another device or version.
+
+    Args:
+        note: told once that the fallback runs, and why.
+
+    Raises:
+        IntegrityError: an engine is damaged; nothing falls back from that.
+    """
+    from .store import MismatchError
+
+    try:
+        return backend_from_name(name, bundle=bundle)
+    except (NotAvailableError, MismatchError) as error:
+        if fallback is None or fallback == name:
+            raise
+        backend = backend_from_name(fallback, bundle=bundle)
+        note(f"warning: {name} cannot run here, {fallback} runs instead: {error.message}")
+        return backend

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark.drafter.errors import DsparkError, NotAvailableError
-from dspark.export.bundle import Graph
+from dspark.export.bundle import Bundle, Graph
 from dspark.export.contract import TensorSpec
 
 from .backend import Array, Evaluator
+from .sku import this_cpu, usable_cores
+from .store import engines_for
 
 _FEW_ROWS = 32
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -22,15 +23,21 @@ _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 class OnnxRuntimeBackend:
     """Sessions on one device. Host memory is numpy's; CUDA memory is torch's, bound by address.
 
+    Args:
+        bundle: whose store is looked into: graphs built there for this processor are loaded in their place.
+
     Raises:
         NotAvailableError: ONNX Runtime, its CUDA provider, or a CUDA build of torch is not installed.
     """
 
-    def __init__(self, device: str = "cpu", threads: int | None = None) -> None:
-        self.runtime = _import_onnxruntime()
+    def __init__(self, device: str = "cpu", threads: int | None = None, bundle: Bundle | None = None) -> None:
+        self.runtime = import_onnxruntime()
         self.device = device
         self.name = "onnxruntime" if device == "cpu" else f"onnxruntime-{device}"
-        self.threads = threads or _usable_cores()
+        self.threads = threads or usable_cores()
+        self.bundle = bundle
+        version = str(self.runtime.__version__)
+        self.engines = engines_for(bundle, self.name, this_cpu(), version) if bundle and device == "cpu" else None
         self.evaluate = Evaluator(self)
         self.release = self.evaluate.release
         if _PROVIDERS[device] not in self.runtime.get_available_providers():
@@ -50,6 +57,8 @@ class OnnxRuntimeBackend:
             raise NotAvailableError(
                 "ONNX Runtime has no bf16 kernels on the CPU; run this bundle on a GPU, or export with --dtype fp32"
             )
+        if self.engines is not None and self.bundle is not None and graph.model is None:
+            return OnnxRuntimeEngine(graph, self, frugal, self.engines.read(self.bundle, graph))
         return OnnxRuntimeEngine(graph, self, frugal)
 
     def zeros(self, spec: TensorSpec) -> Array:
@@ -70,15 +79,15 @@ class OnnxRuntimeBackend:
 class OnnxRuntimeEngine:
     """One session and its binding."""
 
-    def __init__(self, graph: Graph, backend: OnnxRuntimeBackend, frugal: bool = False) -> None:
+    def __init__(
+        self, graph: Graph, backend: OnnxRuntimeBackend, frugal: bool = False, built: bytes | None = None
+    ) -> None:
         self.graph, self.device, self.runtime = graph, backend.device, backend.runtime
-        options = self.runtime.SessionOptions()
+        options = session_options(self.runtime)
         # The few rows of a round are too little work to wait for a second thread, which after a verify step of PyTorch
         # finds its core taken for some milliseconds.
         few_rows = graph.spec.name == "context" and graph.spec.batch * graph.spec.size <= _FEW_ROWS
         options.intra_op_num_threads = 1 if few_rows else backend.threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 3
         # Threads spin inside a run, where operators are short, and stop with it: between runs they would take the cores
         # from the target's threads (measured: a verify step takes twice as long).
         options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -90,7 +99,7 @@ class OnnxRuntimeEngine:
             options.add_session_config_entry("session.disable_prepacking", "1")
             options.enable_cpu_mem_arena = options.enable_mem_pattern = False
         folded = ["ConstantFolding"] if frugal else []
-        source = str(graph.path) if graph.model is None else graph.model
+        source = built or (str(graph.path) if graph.model is None else graph.model)
         try:
             self.session = self.runtime.InferenceSession(
                 source, options, providers=[_PROVIDERS[self.device]], disabled_optimizers=folded
@@ -143,7 +152,7 @@ def _element_type(dtype: str) -> Any:
     return np.dtype(dtype).type
 
 
-def _import_onnxruntime() -> Any:
+def import_onnxruntime() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
@@ -158,5 +167,8 @@ def _require_cuda_torch() -> None:
         raise NotAvailableError("no CUDA device: torch.cuda.is_available() is false")
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def session_options(runtime: Any) -> Any:
+    options = runtime.SessionOptions()
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    return options

@@ -50,6 +50,8 @@ class Drafting:
         self.length = np.zeros(batch, dtype=np.int64)  # valid cache rows per slot
         self.seconds: defaultdict[str, float] = defaultdict(float)  # spent in context, block and markov
         self._tensors: dict[str, Array] = {}
+        self._greedy: NDArray[np.float32] | None = None
+        self._greedy_ids: NDArray[np.int64]
         self._contexts: dict[int, tuple[Engine, dict[str, Array]]] = {}
         self._engines: dict[tuple[str, int], Engine] = {}
         self._resize(self.capacities[0])
@@ -159,11 +161,28 @@ class Drafting:
         assign(self._tensors["temperature"], temperature)
         engine.run()
         confidence = self._tensors.get("confidence_logits")
+        tokens, q = self.backend.to_host(self._tensors["tokens"]), self._tensors["q"]
+        # The one large thing that a device would send up: where every slot is greedy, its tokens say it all.
+        on_device = not isinstance(q, np.ndarray) and not temperature.any()
         return Draft(
-            self.backend.to_host(self._tensors["tokens"]),
-            self.backend.to_host(self._tensors["q"]),
+            tokens,
+            self._one_hot(tokens) if on_device else self.backend.to_host(q),
             None if confidence is None else self.backend.to_host(confidence),
         )
+
+    def _one_hot(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The laws [B, K, V'] of greedily drafted tokens [B, K], in one array that is used again."""
+        ids = tokens
+        if self.draft_to_target is not None:
+            order = np.argsort(self.draft_to_target)
+            ids = order[np.searchsorted(self.draft_to_target, tokens, sorter=order)]
+        if self._greedy is None:
+            self._greedy = np.zeros((*tokens.shape, self.config.proposal_vocab_size), np.float32)
+        else:
+            np.put_along_axis(self._greedy, self._greedy_ids[..., None], 0, axis=-1)
+        np.put_along_axis(self._greedy, ids[..., None], 1, axis=-1)
+        self._greedy_ids = ids
+        return self._greedy
 
     def _walk(
         self,

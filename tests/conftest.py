@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from drafters import make_checkpoint, make_target
 
 from dspark.drafter.checkpoint import open_checkpoint
@@ -12,6 +13,9 @@ from dspark.engines.backend import backend_from_name
 from dspark.export.bundle import Bundle
 from dspark.export.contract import ExportOptions
 from dspark.export.exporter import export_bundle
+
+# Small drafters: a second thread costs more than it brings, and waits long where it shares its core.
+torch.set_num_threads(1)
 
 SHARED = Path(__file__).parents[2] / "shared"
 
