@@ -17,6 +17,7 @@ COMMANDS = {
     "export": "Export a drafter to a bundle of ONNX graphs, proven against the reference.",
     "build": "Build engines of a bundle, per GPU, also on a machine without one.",
     "validate": "Check a bundle's files, and its graphs against the reference model.",
+    "bench": "Time the engines of a bundle on this machine.",
     "generate": "Answer a prompt by speculative decoding.",
 }
 

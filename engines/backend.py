@@ -14,6 +14,8 @@ from dspark.export.bundle import Bundle, Graph
 from dspark.export.contract import TensorSpec
 from dspark.export.weights import FILE as WEIGHTS_FILE
 
+from .sku import Sku
+
 _LARGE = 1 << 30  # bytes of weights from which on they are not held twice
 _LENT = 1 << 20  # bytes of an input that is bound as it is, not copied
 Array = Any  # numpy on the host, torch's or our own on a device: all index, assign and slice alike
@@ -52,6 +54,12 @@ class Backend(Protocol):
 
     def release(self, graph: Graph) -> None:
         """Forget a graph that was evaluated."""
+
+    def synchronize(self) -> None:
+        """Wait for all that runs."""
+
+    def sku(self) -> Sku:
+        """The device that engines run on."""
 
 
 class Evaluator:
@@ -116,10 +124,10 @@ def backend_from_name(name: str, threads: int | None = None, bundle: Bundle | No
 
     if name in ("onnxruntime", "onnxruntime-cuda"):
         return OnnxRuntimeBackend("cuda" if name.endswith("cuda") else "cpu", threads, bundle)
-    if name in BACKENDS and bundle is not None:
+    if name in ("tensorrt", "tensorrt-rtx") and bundle is not None:
         from .tensorrt import TensorRtBackend
 
-        return TensorRtBackend(name, bundle)
+        return TensorRtBackend(name, bundle)  # type: ignore[arg-type]
     raise UsageError(f"backend {name!r} is none of {', '.join(BACKENDS)}")
 
 

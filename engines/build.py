@@ -159,7 +159,7 @@ def build_engines(
     weights = [preflight(graph, "tensorrt").weight_bytes for graph in bundle.graphs]
     if options.backend == "onnxruntime" and max(weights) > _ORT_LIMIT:
         raise NotAvailableError(
-            f"{bundle.path}: {max(weights)} bytes of weights in a graph, an ORT file holds 2 GB; run the graphs themselves"
+            f"{bundle.path}: a graph of {max(weights)} bytes, and an ORT file holds 2 GB; run the graphs themselves"
         )
     if options.strip and options.backend == "tensorrt-rtx":
         _device("TensorRT-RTX compiles refittable plans with the driver; build without --strip")
@@ -177,6 +177,24 @@ def build_engines(
                     _build_set(bundle, options, sku, version, staging, folder, progress)
             results.append(Built(there or open_engine_set(folder), there is None))
     return results
+
+
+def build_plan(graph: Graph, backend: BackendName, sku: Sku) -> bytes:
+    """The plan of one graph, also of one in memory, that goes into no store.
+
+    Raises:
+        CheckFailedError: the builder refuses the graph.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        graphs = Path(folder) / "graphs"
+        graphs.mkdir()
+        for file in graph.path.parent.iterdir():
+            (graphs / file.name).symlink_to(file.resolve())
+        if graph.model is not None:
+            (graphs / graph.path.name).unlink(missing_ok=True)
+            (graphs / graph.path.name).write_bytes(graph.model)
+        _work(graph, "plan", BuildOptions(backend), sku.compute_capabilities, Path(folder), lambda share: None)
+        return (Path(folder) / "plan").read_bytes()
 
 
 def parse_graphs(

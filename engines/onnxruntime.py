@@ -13,7 +13,8 @@ from dspark.export.bundle import Bundle, Graph
 from dspark.export.contract import TensorSpec
 
 from .backend import Array, Evaluator
-from .sku import this_cpu, usable_cores
+from .cuda import TorchCuda
+from .sku import Sku, this_cpu, usable_cores
 from .store import engines_for
 
 _FEW_ROWS = 32
@@ -67,6 +68,12 @@ class OnnxRuntimeBackend:
         import torch
 
         return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: ``run`` ends when its outputs are there."""
+
+    def sku(self) -> Sku:
+        return this_cpu() if self.device == "cpu" else TorchCuda().device()
 
     def to_host(self, tensor: Array) -> NDArray[Any]:
         if isinstance(tensor, np.ndarray):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from dspark.export.contract import TensorSpec
 
 from .backend import Array, Evaluator
 from .cuda import Cuda, open_cuda
+from .sku import Sku
 from .store import MODULES, engine_sets, engines_for, no_engines
 
 _DTYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int64": "INT64"}
@@ -33,8 +34,9 @@ class TensorRtBackend:
         NotAvailableError: the library is not installed, there is no device, or nothing was built.
     """
 
-    def __init__(self, name: str, bundle: Bundle, cuda: Cuda | None = None) -> None:
-        self.name, self.bundle = name, bundle
+    def __init__(self, name: Literal["tensorrt", "tensorrt-rtx"], bundle: Bundle, cuda: Cuda | None = None) -> None:
+        self.name: str = name
+        self.library, self.bundle = name, bundle
         sets = engine_sets(bundle, name)
         if not sets:
             raise no_engines(bundle, name)
@@ -59,9 +61,17 @@ class TensorRtBackend:
         return True
 
     def engine(self, graph: Graph, frugal: bool = False) -> TensorRtEngine:
-        if graph.model is not None:
-            raise DsparkError(f"{graph.path}: a graph in memory has no engine in the store")
-        return TensorRtEngine(graph, self)
+        if graph.model is None:
+            return TensorRtEngine(graph, self, self.engines.read(self.bundle, graph))
+        from .build import build_plan
+
+        return TensorRtEngine(graph, self, build_plan(graph, self.library, self.device))  # minutes, and not kept
+
+    def synchronize(self) -> None:
+        self.cuda.synchronize()
+
+    def sku(self) -> Sku:
+        return self.device
 
     def reserve(self, size: int) -> None:
         """Make the scratch memory at least ``size`` bytes: engines run one after the other, so they share it."""
@@ -79,13 +89,12 @@ class TensorRtBackend:
 class TensorRtEngine:
     """One plan, its context, and the CUDA graph of it."""
 
-    def __init__(self, graph: Graph, backend: TensorRtBackend) -> None:
+    def __init__(self, graph: Graph, backend: TensorRtBackend, plan: bytes) -> None:
         self.graph, self.backend, self.cuda, self.log = graph, backend, backend.cuda, backend.log
-        plan = backend.engines.read(backend.bundle, graph)
         self.engine = self.log.require(
             backend.runtime.deserialize_cuda_engine(plan), f"{backend.engines.name}: cannot load {graph.spec.file}"
         )
-        if backend.engines.options["strip"]:
+        if backend.engines.options["strip"] and graph.model is None:
             _refit(backend.trt, self.engine, graph, self.log)
         _check_tensors(backend.trt, self.engine, graph)
         by_us = backend.trt.ExecutionContextAllocationStrategy.USER_MANAGED  # out of torch's pool, where torch has one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import onnx
 
@@ -12,11 +13,11 @@ from dspark.drafter.errors import CheckFailedError, IntegrityError
 
 from .backbone import add_block, add_context
 from .builder import GraphBuilder
-from .bundle import Bundle
+from .bundle import Bundle, Graph
 from .contract import ExportOptions, GraphSpec
 from .markov import add_markov_loop, add_markov_step
 from .version import tool_version
-from .weights import WeightPlan
+from .weights import WeightPlan, WeightRegion
 
 
 def model_from_spec(
@@ -46,6 +47,16 @@ def identity_of(config: DrafterConfig, options: ExportOptions, checkpoint_sha256
         "dspark.dtype": options.dtype,
         "dspark.markov": options.markov,
     }
+
+
+def markov_variant(bundle: Bundle, graph: Graph, markov: Literal["loop", "unrolled"]) -> Graph:
+    """The Markov loop of a bundle written the other way, in memory; it reads the bundle's weights."""
+    regions = {data["name"]: WeightRegion.from_json(data) for data in bundle.manifest["weights"]}
+    builder = GraphBuilder(WeightPlan(regions, tied=False))
+    add_markov_loop(bundle.config, graph.spec, builder, markov == "unrolled")
+    spec, opset = graph.spec, int(bundle.manifest["export"]["opset"])
+    model = builder.model(spec.name, spec.inputs, spec.outputs, opset, {"dspark.version": tool_version()})
+    return Graph(spec, graph.path, model.SerializeToString(deterministic=True))
 
 
 def write_graph(model: onnx.ModelProto, path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from dspark.export.bundle import Bundle, open_bundle
 
 COMMAND = [sys.executable, "-m", "dspark.cli.main"]
-COMMANDS = ["inspect", "convert", "export", "build", "validate", "generate"]
+COMMANDS = ["inspect", "convert", "export", "build", "validate", "bench", "generate"]
 INSPECT_KEYS = {
     "kind", "layout", "block_size", "proposals", "sample_from_anchor", "target_layer_ids", "mask_token_id",
     "markov_head_type", "markov_rank", "confidence_head", "draft_vocab_size", "vocab_size", "parameters", "warnings",
