@@ -4,7 +4,7 @@
 
 For each bundle and each backend (ONNX Runtime CUDA, TensorRT, TensorRT-RTX): engines are built where they are not
 there, parity is run, and every engine is timed against its floor: the Markov loop both ways, and its share of a draft
-round at every batch that the bundle was exported with (export with --batch 1,16,128). The peer is the reference model in
+round at every batch that the bundle was exported with (export with --batch 1,16,128). The peer is the reference in
 PyTorch under CUDA graphs. A row that cannot run says why, and the others go on. Nothing is fetched; bundles are copied
 first, so that they stay as they are.
 """
