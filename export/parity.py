@@ -9,7 +9,7 @@ What fp16 or bf16 may cost is not guessed: the reference, rounding where the gra
 a graph may differ from the fp32 one by twice the largest difference that this rounding makes, over the same rounds.
 
 Graphs with quantised weights are judged against a reference that has these very weights, as tightly as any other. What
-the quantisation costs is no fault of theirs; it is measured beside them, against the reference with the original weights.
+quantisation costs is no fault of theirs; it is measured beside them, against a reference with the original weights.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def quantize(matrix: torch.Tensor, how: Quantization, dtype: str) -> tuple[torch
     import torch
 
     largest = _LARGEST[how.kind]
-    blocks = matrix.float().unflatten(1, (-1, how.block))  # [out, in/block, block]
+    blocks = matrix.float().reshape(len(matrix), -1, how.block)  # [out, in/block, block]
     scales = (blocks.abs().amax(dim=2) / largest).to(getattr(torch, dtype))
     scales = torch.where(scales == 0, 1, scales)  # a block of zeros; TensorRT wants a positive scale
     integers = (blocks / scales.float()[..., None]).round_().clamp_(-largest, largest)
@@ -112,14 +112,14 @@ def quantize(matrix: torch.Tensor, how: Quantization, dtype: str) -> tuple[torch
 
 def dequantize(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Integers [out, in] and scales [out, in/block] -> weights [out, in] fp32, exact."""
-    blocks = integers.float().unflatten(1, (scales.shape[1], -1))
+    blocks = integers.float().reshape(*scales.shape, -1)
     return (blocks * scales.float()[..., None]).flatten(1)
 
 
 def packed(integers: NDArray[np.int8]) -> NDArray[np.uint8]:
     """int4 values [rows, columns] as bytes [rows, columns/2]."""
-    low, high = integers[:, ::2].view(np.uint8), integers[:, 1::2].view(np.uint8)
-    return (low & 15) | (high << 4)
+    halves = integers.view(np.uint8) & 15
+    return np.asarray(halves[:, ::2] | halves[:, 1::2] << 4, np.uint8)
 
 
 def unpacked(data: NDArray[np.uint8]) -> NDArray[np.int8]:

@@ -67,7 +67,7 @@ class WeightRegion:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """Where every canonical tensor goes, and the scales of quantised ones; ``tied``: the head is the embedding's bytes."""
+    """Where every canonical tensor goes, and the scales of quantised ones; ``tied``: the head reads the embedding."""
 
     tensors: dict[str, WeightRegion]
     tied: bool
@@ -151,7 +151,7 @@ def write_weights(
     regions = sorted(plan.tensors.values(), key=lambda region: region.offset)
     with path.open("w+b") as stream:
 
-        def write(data: bytes | NDArray[np.uint8]) -> None:
+        def write(data: bytes | memoryview) -> None:
             stream.write(data)
             digest.update(data)
 
@@ -165,7 +165,7 @@ def write_weights(
                     digest.update(data)
                 continue
             for piece in row_pieces(region.shape, region.bytes):
-                write(_bytes(_converted(region.name, region.dtype, load(region.name, piece), piece.start)))
+                write(_bytes(_converted(region.name, region.dtype, load(region.name, piece), piece.start)).data)
                 progress(stream.tell(), total)
         stream.flush()
         os.fsync(stream.fileno())
@@ -209,7 +209,7 @@ def _write_quantized(
 
 def _write_columns(stream: BinaryIO, region: WeightRegion, first: int, data: NDArray[Any]) -> None:
     """Rows of bytes from column ``first`` of a matrix of the file on."""
-    rows, columns = region.shape
+    rows = region.shape[0]
     row_bytes, start = region.bytes // rows, first * BITS[region.dtype] // 8
     for row, values in enumerate(data):
         os.pwrite(stream.fileno(), values, region.offset + row * row_bytes + start)
@@ -226,7 +226,7 @@ def _read_quantized(
 ) -> torch.Tensor:
     import torch
 
-    width, count = region.shape
+    count = region.shape[1]
     wanted = range(count)[rows if isinstance(rows, slice) else slice(None)]
     first, last = wanted.start // 2 * 2, wanted.stop
     columns = _columns(path, region, first, last)
