@@ -82,19 +82,43 @@ def _bundle(path: Path) -> dict[str, Any]:
 
     bundle = open_bundle(path)
     manifest = bundle.manifest
-    parameters = sum(_size(weight["shape"]) for weight in manifest["weights"] if weight["dtype"] != "int64")
+    parameters = sum(_size(weight["shape"]) for weight in manifest["weights"] if _is_parameter(weight))
     return {
         "kind": "bundle",
         **_drafter(bundle.config),
         "parameters": parameters,
         "warnings": manifest["checkpoint"]["warnings"],
         **{key: manifest["export"][key] for key in ("dtype", "batch", "context", "prefill", "markov", "opset")},
+        **_quantization(manifest),
         "checkpoint_sha256": manifest["checkpoint"]["sha256"],
         "bytes": sum(file["bytes"] for file in manifest["files"].values()),
         "parity": "passed" if manifest["parity"]["passed"] else "failed",
         "graphs": [graph["file"] for graph in manifest["graphs"]],
         "config": bundle.config.to_json(),
         "target": manifest["target"],
+    }
+
+
+def _is_parameter(weight: dict[str, Any]) -> bool:
+    from dspark.export.quantization import is_scales
+
+    return weight["dtype"] != "int64" and not is_scales(weight["name"])
+
+
+def _quantization(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The essentials of a quantised bundle: the rest is in its manifest."""
+    if "quantization" not in manifest:
+        return {"quantization": "none"}
+    record = manifest["quantization"]
+    overall = record["tau"][0]
+    return {
+        "quantization": record["kind"],
+        "quantization_block": record["block"],
+        "quantized_tensors": len(record["tensors"]),
+        "weight_bytes_before": record["bytes"]["before"],
+        "weight_bytes_after": record["bytes"]["after"],
+        "tau_before": overall["before"],
+        "tau_after": overall["after"],
     }
 
 
@@ -134,4 +158,6 @@ def _text(value: Any) -> str:
         return ", ".join(map(str, value)) or "-"
     if value is None:
         return "not stated"
+    if isinstance(value, float):
+        return f"{value:.3f}"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

@@ -28,6 +28,7 @@ Kind = Literal["int8", "int4"]
 KINDS: tuple[Kind, ...] = ("int8", "int4")
 BLOCKS = (64, 128)  # what TensorRT's int4 takes, 32 aside
 OPSET = 21  # the first with int4 and with blocks
+_SCALES = ".scales"
 _LARGEST = {"int8": 127, "int4": 7}  # of either sign, so that no weight is favoured by its sign
 
 
@@ -66,20 +67,24 @@ class Quantization:
         """
         shapes = tensor_shapes(config)
         names = quantized_names(config)
-        uneven = [f"{name} has {shapes[name][1]} inputs" for name in names if shapes[name][1] % self.block]
+        uneven = {name: shapes[name][1] for name in names if shapes[name][1] % self.block}
         if uneven:
             fitting = [block for block in BLOCKS if all(shapes[name][1] % block == 0 for name in names)]
             advice = f"use --quantize-block {fitting[-1]}" if fitting else "export without --quantize"
             raise BadInputError(
-                f"{self} do not fit: {'; '.join(uneven)}, no multiple of {self.block}; {advice}",
-                tensors=uneven,
-                blocks=fitting,
+                f"{_first(uneven)} inputs, which are no whole blocks of {self.block}; {advice}", tensors=uneven
             )
-        odd = [f"{name} has {shapes[name][0]} outputs" for name in names if shapes[name][0] % 2]
+        odd = {name: shapes[name][0] for name in names if shapes[name][0] % 2}
         if self.kind == "int4" and odd:
             raise BadInputError(
-                f"int4 lies two by two in bytes: {'; '.join(odd)}, an odd number; use --quantize int8", tensors=odd
+                f"{_first(odd)} outputs, and int4 lies two by two in bytes; use --quantize int8", tensors=odd
             )
+
+
+def _first(sizes: dict[str, int]) -> str:
+    """The first of several tensors with its size, and how many there are."""
+    name, size = next(iter(sizes.items()))
+    return f"{name} {f'(and {len(sizes) - 1} more) ' if len(sizes) > 1 else ''}has {size}"
 
 
 def quantized_names(config: DrafterConfig) -> tuple[str, ...]:
@@ -92,7 +97,11 @@ def quantized_names(config: DrafterConfig) -> tuple[str, ...]:
 
 
 def scales_name(name: str) -> str:
-    return f"{name}.scales"
+    return f"{name}{_SCALES}"
+
+
+def is_scales(name: str) -> bool:
+    return name.endswith(_SCALES)
 
 
 def quantize(matrix: torch.Tensor, how: Quantization, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:

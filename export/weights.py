@@ -228,12 +228,12 @@ def _read_quantized(
 
     count = region.shape[1]
     wanted = range(count)[rows if isinstance(rows, slice) else slice(None)]
-    first, last = wanted.start // 2 * 2, wanted.stop
+    first, last = wanted.start // 2 * 2, min(count, -(-wanted.stop // 2) * 2)  # whole bytes of int4
     columns = _columns(path, region, first, last)
     integers = unpacked(columns) if region.dtype == "int4" else columns.view(np.int8)
     scales = torch.from_numpy(_columns(path, scales_region, first, last)).view(getattr(torch, scales_region.dtype))
     matrix = dequantize(torch.from_numpy(integers).T, scales.T)
-    chosen = slice(wanted.start - first, last - first) if rows is None or isinstance(rows, slice) else list(rows)
+    chosen = slice(wanted.start - first, wanted.stop - first) if rows is None or isinstance(rows, slice) else list(rows)
     return matrix[chosen]
 
 
