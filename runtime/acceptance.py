@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dspark.drafter.errors import CheckFailedError
+from dspark.drafter.errors import BadInputError, CheckFailedError
 from dspark.engines.backend import Backend
 from dspark.export.bundle import Bundle
 from dspark.export.quantization_report import OVERALL, Acceptance
@@ -48,6 +48,7 @@ def compare_acceptance(
 
     Raises:
         CheckFailedError: a text differs from plain decoding's.
+        BadInputError: every answer ends with its first token, which no drafter has a part in.
     """
     drafters = [Drafting(_runnable(bundle, backend), backend, bundle.batches[0]) for bundle in (before, after)]
     answers = []
@@ -62,6 +63,10 @@ def compare_acceptance(
                 f"where the two logits differ by {faults[0].gap:.2e}"
             )
         answers.append(_Answers(trial.domain, was, now, bool(partings)))
+    if not any(answer.before.rounds for answer in answers):
+        raise BadInputError(
+            "the prompts' answers end with their first token, so no acceptance is measured; give others"
+        )
     domains = list(dict.fromkeys(answer.domain for answer in answers))
     return [
         _acceptance(OVERALL, answers),
