@@ -262,6 +262,21 @@ def test_without_quantisation_there_is_no_cost(checkpoint: Checkpoint, int4: Bun
     assert {row.agreement for row in report.costs} == {1.0, None}
 
 
+def test_the_cost_goes_through_the_cache(checkpoint: Checkpoint, int4: Bundle) -> None:
+    """Weights that only ``context`` reads: the block differs by the rows that each model has cached."""
+
+    def load(name: str, rows: Any = None) -> torch.Tensor:
+        tensor = checkpoint.load(name, rows)
+        return tensor.flip(0) if name == "fc.weight" else tensor
+
+    wanted = references_of(checkpoint.config, checkpoint.load, int4.quantization, "float32").wanted
+    original = references_of(checkpoint.config, load, int4.quantization, "float32").wanted
+    runner = backend_from_name("onnxruntime", 1)
+    cost = {row.output: row for row in check_parity(wanted, int4.graphs, wanted, runner, original=original).costs}
+    assert cost["hidden"].max_abs is not None
+    assert cost["hidden"].max_abs > 0.01
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_onnxruntime_fuses_every_product(exported: Exported, tmp_path: Path, kind: Kind) -> None:
     bundle = exported(kind, "float32")
