@@ -17,19 +17,17 @@ from pathlib import Path
 
 import click
 
-from dspark.drafter.errors import DsparkError
 from dspark.engines.backend import backend_from_name
 from dspark.export.bundle import open_bundle
 from dspark.runtime.drafting import Drafting
 from dspark.runtime.generation import Generation, Request, generate
+from dspark.runtime.lossless import parting
 from dspark.runtime.sampling import Sampling
 from dspark.runtime.scheduler import policy_from_name
-from dspark.runtime.target import Target
 from dspark.runtime.targets import target_folder
 from dspark.runtime.targets.transformers import TransformersTarget, TransformersTokenizer
 
 PARTS = ("context", "block", "markov", "scheduler", "verify", "sampling")
-NEAR_TIE = 1e-4
 
 
 @click.command()
@@ -64,17 +62,18 @@ def main(
         for policy in policies:
             fast = generate(model, drafting, request, policy_from_name(policy))
             runs[domain, policy].append((plain, fast))
-            if temperature == 0 and fast.token_ids != plain.token_ids:
-                unequal.append((domain, policy, *difference(model, request, plain, fast)))
+            if temperature == 0 and (where := parting(model, request, plain, fast)) is not None:
+                unequal.append((domain, policy, where))
     figures = [summary(domain, policy, pairs) for (domain, policy), pairs in runs.items()]
     print_table(figures)
-    for domain, policy, place, gap in unequal:
-        click.echo(f"{domain} {policy}: texts part at token {place}, logits differ by {gap:.2e}")
+    for domain, policy, where in unequal:
+        click.echo(f"{domain} {policy}: texts part at token {where.place}, logits differ by {where.gap:.2e}")
     total = sum(len(pairs) for pairs in runs.values())
     click.echo(f"{total - len(unequal)} of {total} texts equal plain decoding")
     if output:
-        output.write_text(json.dumps({"runs": figures, "parted": unequal}, indent=1))
-    if any(gap >= NEAR_TIE for *_, gap in unequal):
+        parted = [(domain, policy, where.place, where.gap) for domain, policy, where in unequal]
+        output.write_text(json.dumps({"runs": figures, "parted": parted}, indent=1))
+    if not all(where.near_tie for *_, where in unequal):
         sys.exit(4)
 
 
@@ -85,17 +84,6 @@ def chosen_prompts(file: Path, per_domain: int) -> list[tuple[str, str]]:
         data = json.loads(line)
         by_domain[data.get("domain", "-")].append(data["prompt"])
     return [(d, prompts[i]) for i in range(per_domain) for d, prompts in by_domain.items() if i < len(prompts)]
-
-
-def difference(target: Target, request: Request, plain: Generation, fast: Generation) -> tuple[int, float]:
-    """Where two greedy texts part, and the gap of the two tokens' logits there."""
-    pairs = zip(plain.token_ids, fast.token_ids, strict=False)
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    if place is None:
-        raise DsparkError("one text is a beginning of the other")
-    logits = target.prefill(1, request.prompt_ids + plain.token_ids[:place]).logits[-1]
-    target.release(1)
-    return place, abs(float(logits[plain.token_ids[place]] - logits[fast.token_ids[place]]))
 
 
 def summary(domain: str, policy: str, pairs: list[tuple[Generation, Generation]]) -> dict[str, object]:

@@ -25,6 +25,7 @@ import torch
 from dspark.drafter.model import reference_from_tensors
 from dspark.engines.backend import backend_from_name
 from dspark.export.bundle import Bundle, open_bundle
+from dspark.export.weights import WeightRegion
 from dspark.runtime.drafting import Drafting
 from dspark.runtime.sampling import Sampling
 
@@ -110,10 +111,9 @@ def bandwidth() -> float:
 
 def weight_bytes(bundle: Bundle, markov_slots: int) -> int:
     """Bytes that a round reads: every matrix once, keys and values twice (context and block), W2 per slot."""
-    size = {"float32": 4, "float16": 2, "bfloat16": 2}
     total = 0
     for weight in bundle.manifest["weights"]:
-        name, count = weight["name"], size[weight["dtype"]] * int(np.prod(weight["shape"]))
+        name, count = weight["name"], WeightRegion.from_json(weight).bytes
         if name in ("embed_tokens.weight", "markov_head.markov_w1.weight"):
             continue  # a few rows
         times = markov_slots if name.endswith("markov_w2.weight") else 2 if "k_proj" in name or "v_proj" in name else 1

@@ -90,13 +90,14 @@ def _bundle(path: Path) -> dict[str, Any]:
     for engines in sets:
         engines.check(bundle)
     manifest = bundle.manifest
-    parameters = sum(_size(weight["shape"]) for weight in manifest["weights"] if weight["dtype"] != "int64")
+    parameters = sum(_size(weight["shape"]) for weight in manifest["weights"] if _is_parameter(weight))
     return {
         "kind": "bundle",
         **_drafter(bundle.config),
         "parameters": parameters,
         "warnings": manifest["checkpoint"]["warnings"],
         **{key: manifest["export"][key] for key in ("dtype", "batch", "context", "prefill", "markov", "opset")},
+        **_quantization(manifest),
         "checkpoint_sha256": manifest["checkpoint"]["sha256"],
         "bytes": sum(file["bytes"] for file in manifest["files"].values()),
         "parity": "passed" if manifest["parity"]["passed"] else "failed",
@@ -130,6 +131,29 @@ def _engines(path: Path) -> dict[str, Any]:
         "of_bundle": str(home) if inside else None,
         "files": [f"{entry['file']} ({entry['bytes'] / 1e6:.1f} MB)" for entry in engines.engines],
         "warnings": [] if inside else ["these engines lie outside their bundle: their graphs were not compared"],
+    }
+
+
+def _is_parameter(weight: dict[str, Any]) -> bool:
+    from dspark.export.quantization import is_scales
+
+    return weight["dtype"] != "int64" and not is_scales(weight["name"])
+
+
+def _quantization(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The essentials of a quantised bundle: the rest is in its manifest."""
+    if "quantization" not in manifest:
+        return {"quantization": "none"}
+    record = manifest["quantization"]
+    overall = record["tau"][0]
+    return {
+        "quantization": record["kind"],
+        "quantization_block": record["block"],
+        "quantized_tensors": len(record["tensors"]),
+        "weight_bytes_before": record["bytes"]["before"],
+        "weight_bytes_after": record["bytes"]["after"],
+        "tau_before": overall["before"],
+        "tau_after": overall["after"],
     }
 
 
@@ -169,4 +193,6 @@ def _text(value: Any) -> str:
         return ", ".join(map(str, value)) or "-"
     if value is None:
         return "not stated"
+    if isinstance(value, float):
+        return f"{value:.3f}"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

@@ -69,13 +69,14 @@ def command(console: Console, bundle: Path, checkpoint: str | None, target: str 
                 f"{checkpoint} is {source.sha256()}"
             )
         load = source.load
-    from dspark.drafter.model import reference_from_tensors  # torch: seconds, so after all that may be refused
-    from dspark.export.exporter import prove, rounding_reference
+    # torch: seconds, so after all that may be refused
+    from dspark.export.exporter import prove, references_of, rounding_reference
     from dspark.export.graphs import check_identity
 
     check_identity(opened)
-    reference = reference_from_tensors(opened.config, load)
-    rounding = rounding_reference(reference, opened.dtype, opened.load)
-    report = prove(reference, opened.graphs, rounding, runner, console.progress)
+    # The bundle's own weights are quantised already
+    references = references_of(opened.config, load, opened.quantization if checkpoint else None, opened.dtype)
+    rounding = rounding_reference(references.wanted, opened.dtype, opened.load)
+    report = prove(references, opened.graphs, rounding, runner, console.progress)
     parity = report.to_json()
     console.result(data | parity_json(parity), f"{parity_table(parity)}\n\n{intact}, parity holds")

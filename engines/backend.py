@@ -40,8 +40,13 @@ class Backend(Protocol):
     def supports(self, dtype: str) -> bool:
         """Whether graphs of this dtype run here."""
 
-    def engine(self, graph: Graph, frugal: bool = False) -> Engine:
-        """Load a graph; ``frugal``: weights stay in their file, at the cost of speed."""
+    def engine(self, graph: Graph, frugal: bool = False, exact: bool = False) -> Engine:
+        """Load a graph.
+
+        Args:
+            frugal: weights stay in their file, at the cost of speed.
+            exact: products with quantised weights keep their other operand as it is, at the cost of speed.
+        """
 
     def zeros(self, spec: TensorSpec) -> Array:
         """A zeroed tensor in this backend's memory."""
@@ -75,7 +80,7 @@ class Evaluator:
             tensors = {spec.name: self.backend.zeros(spec) for spec in specs}
             weights = graph.path.parent / Path(WEIGHTS_FILE).name
             frugal = weights.is_file() and weights.stat().st_size > _LARGE
-            engine = self.backend.engine(graph, frugal)
+            engine = self.backend.engine(graph, frugal, exact=True)
             engine.bind(tensors)
             self.loaded[graph] = engine, tensors
         engine, tensors = self.loaded[graph]

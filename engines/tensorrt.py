@@ -60,7 +60,7 @@ class TensorRtBackend:
     def supports(self, dtype: str) -> bool:
         return True
 
-    def engine(self, graph: Graph, frugal: bool = False) -> TensorRtEngine:
+    def engine(self, graph: Graph, frugal: bool = False, exact: bool = False) -> TensorRtEngine:
         if graph.model is None:
             return TensorRtEngine(graph, self, self.engines.read(self.bundle, graph))
         from .build import build_plan

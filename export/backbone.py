@@ -26,7 +26,7 @@ class Backbone:
         """features [B, N, F·h_t], positions [B, N] -> k, v [L, B, Hkv, N, D]."""
         b, config = self.b, self.config
         flat = b.reshape("features", self.batch * self.rows, config.feature_size)
-        g = self._norm(b.op("Gemm", flat, b.weight("fc.weight"), transB=1), "hidden_norm.weight")  # [B·N, h]
+        g = self._norm(b.linear(flat, ["fc.weight"]), "hidden_norm.weight")  # [B·N, h]
         rotation = self._rotation("positions")
         g = self._to_dtype(g)
         parts = "k" if config.k_eq_v else "kv"
@@ -54,7 +54,7 @@ class Backbone:
         if not config.sample_from_anchor:  # the anchor's own slot proposes nothing
             x = b.slice(x, 1, 1, self.rows)
         flat = b.reshape(self._to_dtype(x), self.batch * config.proposals, config.hidden_size)
-        logits = self._to_float(b.op("Gemm", flat, b.weight("lm_head.weight"), transB=1))
+        logits = self._to_float(b.linear(flat, ["lm_head.weight"]))
         if config.final_logit_softcapping is not None:
             cap = b.constant(config.final_logit_softcapping, np.float32)
             logits = b.op("Mul", b.op("Tanh", b.op("Div", logits, cap)), cap)
@@ -119,14 +119,13 @@ class Backbone:
 
     def _mlp(self, m: str, layer: int) -> str:
         b, prefix, inner = self.b, f"layers.{layer}.mlp", self.config.intermediate_size
-        both = b.weight(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
-        gate, up = b.split(self._to_float(b.op("Gemm", self._to_dtype(m), both, transB=1)), 1, [inner, inner])
+        both = b.linear(self._to_dtype(m), [f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"])
+        gate, up = b.split(self._to_float(both), 1, [inner, inner])
         if self.config.architecture == "gemma4":
             gate = b.op("Gelu", gate, approximate="tanh")
         else:
             gate = b.op("Mul", gate, b.op("Sigmoid", gate))
-        down = b.weight(f"{prefix}.down_proj.weight")
-        return self._to_float(b.op("Gemm", self._to_dtype(b.op("Mul", gate, up)), down, transB=1))
+        return self._to_float(b.linear(self._to_dtype(b.op("Mul", gate, up)), [f"{prefix}.down_proj.weight"]))
 
     def _keys_values(self, heads: list[str], layer: int, rotation: tuple[str, str]) -> tuple[str, str]:
         """Projected heads k and v, or k alone, -> normed and rotated keys, and values."""
@@ -138,10 +137,8 @@ class Backbone:
     def _gemm(self, x: str, layer: int, parts: str) -> str:
         """Projection of x [rows, in] by the neighbouring matrices ``parts``, e.g. "qkv", as fp32."""
         names = [f"layers.{layer}.self_attn.{part}_proj" for part in parts]
-        inputs = [x, self.b.weight(*(f"{name}.weight" for name in names))]
-        if self.config.attention_bias:
-            inputs.append(self.b.weight(*(f"{name}.bias" for name in names)))
-        return self._to_float(self.b.op("Gemm", *inputs, transB=1))
+        biases = [f"{name}.bias" for name in names] if self.config.attention_bias else []
+        return self._to_float(self.b.linear(x, [f"{name}.weight" for name in names], biases))
 
     def _split_heads(self, x: str, sizes: list[int]) -> list[str]:
         """x [B·N, sum(sizes)·D] -> a tensor [B, size, N, D] for each size."""

@@ -12,12 +12,15 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from .contract import TensorSpec
+from .quantization import scales_name
 from .weights import FILE, WeightPlan, WeightRegion
 
 ONNX_DTYPE = {
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,
     "bfloat16": TensorProto.BFLOAT16,
+    "int8": TensorProto.INT8,
+    "int4": TensorProto.INT4,
     "int64": TensorProto.INT64,
     "bool": TensorProto.BOOL,
 }
@@ -63,6 +66,20 @@ class GraphBuilder:
         if region.name not in self.initializers:
             self.initializers[region.name] = _external(region)
         return region.name
+
+    def linear(self, x: str, names: Sequence[str], biases: Sequence[str] = ()) -> str:
+        """x [rows, in] by neighbouring matrices [out, in], quantised or not -> [rows, sum of out]."""
+        if not self.plan.quantized(names[0]):
+            return self.op("Gemm", x, self.weight(*names), *([self.weight(*biases)] if biases else []), transB=1)
+        offsets = [[self.weight(bias)] for bias in biases] or [[] for _ in names]
+        parts = [self.op("Gemm", x, self._dequantized(n), *bias) for n, bias in zip(names, offsets, strict=True)]
+        return self.op("Concat", *parts, axis=1) if len(parts) > 1 else parts[0]
+
+    def _dequantized(self, name: str) -> str:
+        """A quantised matrix as [in, out]."""
+        scales = scales_name(name)
+        block = self.plan.tensors[name].shape[0] // self.plan.tensors[scales].shape[0]
+        return self.op("DequantizeLinear", self.weight(name), self.weight(scales), axis=0, block_size=block)
 
     def reshape(self, value: str, *shape: int) -> str:
         return self.op("Reshape", value, self.constant(shape))

@@ -14,6 +14,7 @@ from dspark.drafter.config import DrafterConfig
 from dspark.drafter.errors import BadInputError, IntegrityError, UsageError
 
 from .contract import Dtype, GraphSpec
+from .quantization import Quantization
 from .weights import FILE as WEIGHTS_FILE, WeightRegion, read_tensor
 
 if TYPE_CHECKING:
@@ -51,6 +52,11 @@ class Bundle:
         return dtype
 
     @property
+    def quantization(self) -> Quantization | None:
+        data = self.manifest["export"].get("quantization")
+        return None if data is None else Quantization.from_json(data)
+
+    @property
     def batches(self) -> tuple[int, ...]:
         return tuple(sorted({graph.spec.batch for graph in self.graphs}))
 
@@ -65,9 +71,9 @@ class Bundle:
         raise BadInputError(f"{self.path}: holds no graph {name} for batch {batch}, size {size}")
 
     def load(self, name: str, rows: slice | Sequence[int] | None = None) -> torch.Tensor:
-        """A canonical tensor, or some of its rows, out of the weight file, in the dtype it is stored in."""
-        regions = {data["name"]: data for data in self.manifest["weights"]}
-        return read_tensor(self.path / WEIGHTS_FILE, WeightRegion.from_json(regions[name]), rows)
+        """A canonical tensor, or some of its rows, out of the weight file: in its stored dtype, or dequantised."""
+        regions = {data["name"]: WeightRegion.from_json(data) for data in self.manifest["weights"]}
+        return read_tensor(self.path / WEIGHTS_FILE, regions, name, rows)
 
 
 def open_bundle(path: Path) -> Bundle:

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.errors import UsageError
 
+from .quantization import OPSET as QUANTIZED_OPSET, Quantization
+
 Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")
 
@@ -81,6 +83,7 @@ class ExportOptions:
     prefill: int = 256  # N of the large ``context`` graph
     markov: Literal["loop", "unrolled"] = "loop"
     opset: int = 20
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         for name, values in (("batch", self.batch), ("context", self.context)):
@@ -92,9 +95,14 @@ class ExportOptions:
             raise UsageError(f"prefill {self.prefill} must be at least 1")
         if not 20 <= self.opset <= 24:
             raise UsageError(f"opset {self.opset} is outside 20..24")
+        if self.quantization is not None and self.opset < QUANTIZED_OPSET:
+            raise UsageError(f"opset {self.opset}: quantised weights need {QUANTIZED_OPSET} or later")
 
     def check_fit(self, config: DrafterConfig) -> None:
-        """Refuse a context that the drafter's rotary embedding was not made for, or that its windows never see."""
+        """Refuse a context that the drafter's rotary embedding was not made for, or that its windows never see, and
+        blocks that its matrices do not fall into."""
+        if self.quantization is not None:
+            self.quantization.check_fit(config)
         if config.ring is not None and self.context != (config.ring,):
             raise UsageError(
                 f"context {list(self.context)}: every layer of this drafter has a sliding window, so its one capacity "

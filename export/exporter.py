@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from dspark.drafter.atomic import atomic_folder, check_space
 from dspark.drafter.checkpoint import Checkpoint
+from dspark.drafter.config import DrafterConfig
+from dspark.drafter.errors import UsageError
 from dspark.drafter.model import ReferenceDrafter, reference_from_tensors
 from dspark.drafter.target import tokenizer_identity
 from dspark.drafter.tensors import SHARED_TENSORS, tensor_shapes
@@ -18,8 +22,18 @@ from .bundle import Bundle, Graph, check_bundle_output, open_bundle, write_manif
 from .contract import Dtype, ExportOptions, GraphSpec, graph_specs
 from .graphs import identity_of, model_from_spec, write_graph
 from .parity import ParityReport, Runner, check_parity
+from .quantization import Quantization, quantized_load, quantized_names
+from .quantization_report import AcceptanceTrial, QuantizationReport
 from .version import library_versions, tool_version
-from .weights import FILE as WEIGHTS_FILE, WeightPlan, plan_weights, read_tensor, row_pieces, write_weights
+from .weights import (
+    FILE as WEIGHTS_FILE,
+    WeightPlan,
+    plan_weights,
+    read_tensor,
+    row_pieces,
+    stored_dtype,
+    write_weights,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +60,7 @@ class ExportPlan:
             "graphs": [{"file": spec.file, **spec.to_json()} for spec in self.graphs],
             "weight_bytes": self.weights.bytes,
             "head_tied_to_embedding": self.weights.tied,
+            **_quantization(self.options),
         }
 
 
@@ -56,7 +71,7 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
         UsageError, BadInputError: the options do not fit the drafter, or a tensor has to come from a target.
     """
     options.check_fit(checkpoint.config)
-    weights = plan_weights(checkpoint.config, options.dtype, _head_is_embedding(checkpoint))
+    weights = plan_weights(checkpoint.config, options.dtype, _head_is_embedding(checkpoint), options.quantization)
     return ExportPlan(options, graph_specs(checkpoint.config, options), weights)
 
 
@@ -67,43 +82,112 @@ def export_bundle(
     runner: Runner,
     force: bool = False,
     progress: Progress = lambda stage, done, total: None,
+    trial: AcceptanceTrial | None = None,
 ) -> tuple[Bundle, ParityReport]:
     """Write the bundle and prove that its graphs compute what the reference model computes.
 
+    Quantised, it is exported twice: as it would be without, and as it is to be; the bundle says what that cost.
+
     Args:
         runner: runs a graph of the staged bundle; parity compares what it gives.
+        trial: of a quantised export, which is never made without one.
 
     Raises:
-        CheckFailedError: parity does not hold; no bundle is left.
+        CheckFailedError: parity does not hold, or quantisation costs too much acceptance; no bundle is left.
         UsageError, BadInputError, NotAvailableError: found before or while writing; nothing is left.
     """
+    if options.quantization is not None and trial is None:
+        raise UsageError("a quantised export measures what it costs; give it a target and prompts")
     check_bundle_output(output, force)
     plan = plan_export(checkpoint, options)
-    check_space(output, plan.weights.bytes + _GRAPH_BYTES * len(plan.graphs))
+    plain = None
+    if options.quantization is not None:
+        plain = plan_export(checkpoint, dataclasses.replace(options, quantization=None))
+    plans = [plan] if plain is None else [plain, plan]
+    check_space(output, sum(each.weights.bytes + _GRAPH_BYTES * len(each.graphs) for each in plans))
     with atomic_folder(output, force) as staging:
-        (staging / "graphs").mkdir()
-        weights_sha256 = write_weights(
-            plan.weights,
-            checkpoint.load,
-            staging / WEIGHTS_FILE,
-            lambda done, total: progress("weights", done, total),
-        )
+        if plain is None or trial is None:
+            staged = _stage(checkpoint, staging, plan, runner, progress)
+            manifest = staged.bundle.manifest
+        else:
+            aside = staging / "unquantized"
+            before = _stage(checkpoint, aside, plain, runner, progress)
+            staged = _stage(checkpoint, staging, plan, runner, progress)
+            record = _tried(before, staged, trial)
+            shutil.rmtree(aside)
+            manifest = {**staged.bundle.manifest, "quantization": record.to_json()}
+        write_manifest(staging, manifest, {WEIGHTS_FILE: staged.weights_sha256})
+    return open_bundle(output), staged.report
 
-        def stored(name: str, rows: slice | Sequence[int] | None = None) -> torch.Tensor:
-            return read_tensor(staging / WEIGHTS_FILE, plan.weights.tensors[name], rows)
 
-        checkpoint_sha256 = checkpoint.sha256()
-        identity = identity_of(checkpoint.config, options, checkpoint_sha256)
-        graphs = []
-        for number, spec in enumerate(plan.graphs):
-            progress("graphs", number, len(plan.graphs))
-            write_graph(model_from_spec(spec, checkpoint.config, options, plan.weights, identity), staging / spec.file)
-            graphs.append(Graph(spec, staging / spec.file))
-        reference = reference_from_tensors(checkpoint.config, checkpoint.load)
-        report = prove(reference, graphs, rounding_reference(reference, options.dtype, stored), runner, progress)
-        manifest = _manifest(checkpoint, plan, checkpoint_sha256, report)
-        write_manifest(staging, manifest, {WEIGHTS_FILE: weights_sha256})
-    return open_bundle(output), report
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """Graphs and weights that are written and proven, and the manifest that is not yet."""
+
+    bundle: Bundle
+    plan: ExportPlan
+    report: ParityReport
+    weights_sha256: str
+
+
+def _stage(checkpoint: Checkpoint, folder: Path, plan: ExportPlan, runner: Runner, progress: Progress) -> _Staged:
+    config, options = checkpoint.config, plan.options
+    (folder / "graphs").mkdir(parents=True)
+    weights_sha256 = write_weights(
+        plan.weights,
+        checkpoint.load,
+        folder / WEIGHTS_FILE,
+        lambda done, total: progress("weights", done, total),
+    )
+
+    def stored(name: str, rows: slice | Sequence[int] | None = None) -> torch.Tensor:
+        return read_tensor(folder / WEIGHTS_FILE, plan.weights.tensors, name, rows)
+
+    checkpoint_sha256 = checkpoint.sha256()
+    identity = identity_of(config, options, checkpoint_sha256)
+    graphs = []
+    for number, spec in enumerate(plan.graphs):
+        progress("graphs", number, len(plan.graphs))
+        write_graph(model_from_spec(spec, config, options, plan.weights, identity), folder / spec.file)
+        graphs.append(Graph(spec, folder / spec.file))
+    references = references_of(config, checkpoint.load, options.quantization, options.dtype)
+    report = prove(references, graphs, rounding_reference(references.wanted, options.dtype, stored), runner, progress)
+    manifest = _manifest(checkpoint, plan, checkpoint_sha256, report)
+    return _Staged(Bundle(folder, manifest, config, tuple(graphs)), plan, report, weights_sha256)
+
+
+def _tried(before: _Staged, after: _Staged, trial: AcceptanceTrial) -> QuantizationReport:
+    """The record of a quantisation; raises ``CheckFailedError`` where it costs too much."""
+    how = after.plan.options.quantization
+    assert how is not None
+    record = QuantizationReport(
+        how,
+        quantized_names(after.bundle.config),
+        before.plan.weights.bytes,
+        after.plan.weights.bytes,
+        before.report,
+        after.report,
+        tuple(trial.measure(before.bundle, after.bundle)),
+        trial.max_loss,
+    )
+    record.require()
+    return record
+
+
+@dataclass(frozen=True, slots=True)
+class References:
+    """The model that graphs must equal, and, where that has quantised weights, the one with the original ones."""
+
+    wanted: ReferenceDrafter
+    original: ReferenceDrafter | None
+
+
+def references_of(config: DrafterConfig, load: Load, how: Quantization | None, dtype: Dtype) -> References:
+    """Reference models of a checkpoint's weights; quantised anew, not read back from a bundle."""
+    plain = reference_from_tensors(config, load)
+    if how is None:
+        return References(plain, None)
+    return References(reference_from_tensors(config, quantized_load(load, config, how, dtype)), plain)
 
 
 def rounding_reference(reference: ReferenceDrafter, dtype: Dtype, stored: Load) -> ReferenceDrafter:
@@ -112,11 +196,17 @@ def rounding_reference(reference: ReferenceDrafter, dtype: Dtype, stored: Load) 
 
     if dtype == "float32":
         return reference
-    return reference_from_tensors(reference.config, stored, getattr(torch, dtype))
+    rounded = getattr(torch, dtype)
+
+    def load(name: str, rows: slice | Sequence[int] | None = None) -> torch.Tensor:
+        tensor = stored(name, rows)  # a dequantised one is fp32, where a graph has it rounded
+        return tensor.to(rounded) if stored_dtype(name, dtype) == dtype else tensor
+
+    return reference_from_tensors(reference.config, load, rounded)
 
 
 def prove(
-    reference: ReferenceDrafter,
+    references: References,
     graphs: Sequence[Graph],
     rounding: ReferenceDrafter,
     runner: Runner,
@@ -124,7 +214,12 @@ def prove(
 ) -> ParityReport:
     """Parity of all graphs; raises ``CheckFailedError`` with the table where it does not hold."""
     report = check_parity(
-        reference, graphs, rounding, runner, progress=lambda done, total: progress("parity", done, total)
+        references.wanted,
+        graphs,
+        rounding,
+        runner,
+        progress=lambda done, total: progress("parity", done, total),
+        original=references.original,
     )
     report.require()
     return report
@@ -174,8 +269,13 @@ def _manifest(checkpoint: Checkpoint, plan: ExportPlan, checkpoint_sha256: str, 
             "prefill": options.prefill,
             "markov": options.markov,
             "opset": options.opset,
+            **_quantization(options),
         },
         "graphs": [{"file": spec.file, **spec.to_json()} for spec in plan.graphs],
         "weights": [region.to_json() for region in plan.weights.tensors.values()],
         "parity": report.to_json(),
     }
+
+
+def _quantization(options: ExportOptions) -> dict[str, Any]:
+    return {} if options.quantization is None else {"quantization": options.quantization.to_json()}

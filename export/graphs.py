@@ -16,6 +16,7 @@ from .builder import GraphBuilder
 from .bundle import Bundle, Graph
 from .contract import ExportOptions, GraphSpec
 from .markov import add_markov_loop, add_markov_step
+from .quantization import Quantization
 from .version import tool_version
 from .weights import WeightPlan, WeightRegion
 
@@ -46,6 +47,7 @@ def identity_of(config: DrafterConfig, options: ExportOptions, checkpoint_sha256
         "dspark.drafter": json.dumps(config.to_json()),
         "dspark.dtype": options.dtype,
         "dspark.markov": options.markov,
+        **_quantization(options.quantization),
     }
 
 
@@ -57,6 +59,10 @@ def markov_variant(bundle: Bundle, graph: Graph, markov: Literal["loop", "unroll
     spec, opset = graph.spec, int(bundle.manifest["export"]["opset"])
     model = builder.model(spec.name, spec.inputs, spec.outputs, opset, {"dspark.version": tool_version()})
     return Graph(spec, graph.path, model.SerializeToString(deterministic=True))
+
+
+def _quantization(how: Quantization | None) -> dict[str, str]:
+    return {} if how is None else {"dspark.quantization": str(how)}
 
 
 def write_graph(model: onnx.ModelProto, path: Path) -> None:
@@ -82,6 +88,7 @@ def check_identity(bundle: Bundle) -> None:
         "dspark.checkpoint_sha256": bundle.manifest["checkpoint"]["sha256"],
         "dspark.drafter": json.dumps(bundle.config.to_json()),
         "dspark.dtype": bundle.dtype,
+        **_quantization(bundle.quantization),
     }
     for graph in bundle.graphs:
         model = onnx.load(str(graph.path), load_external_data=False)

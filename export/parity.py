@@ -7,6 +7,9 @@ token agreement and longest common prefix.
 
 What fp16 or bf16 may cost is not guessed: the reference, rounding where the graph rounds, runs beside the fp32 one, and
 a graph may differ from the fp32 one by twice the largest difference that this rounding makes, over the same rounds.
+
+Graphs with quantised weights are judged against a reference that has these very weights, as tightly as any other. What
+quantisation costs is no fault of theirs; it is measured beside them, against a reference with the original weights.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from dspark.drafter.tensors import DRAFT_TO_TARGET
 
 from .bundle import Graph
 from .contract import GraphSpec, cache_rows
+from .cost import CostRow, Costs
 from .shadow import fp32_shadow
 
 Arrays = dict[str, NDArray[Any]]
@@ -76,6 +80,7 @@ class ParityReport:
     runner: str
     shadow: bool  # bf16 checked through the fp32 shadow of the same graphs
     rows: tuple[ParityRow, ...]
+    costs: tuple[CostRow, ...] = ()  # of quantised weights
 
     @property
     def passed(self) -> bool:
@@ -103,6 +108,7 @@ def check_parity(
     runner: Runner,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    original: ReferenceDrafter | None = None,
 ) -> ParityReport:
     """Compare every output of every graph over at least ``ROUNDS`` rounds per batch size.
 
@@ -110,15 +116,25 @@ def check_parity(
         reference: fp32 model of the same checkpoint.
         rounding: the model that rounds where the graphs do, to their dtype; ``reference`` itself for fp32.
         progress: called with rounds done and rounds in all.
+        original: of quantised graphs, the fp32 model with the weights as they were; gives the report its costs.
     """
     dtype = str(rounding.dtype).removeprefix("torch.")
     shadow = not runner.supports(dtype)
     if shadow:
         graphs = [fp32_shadow(graph) for graph in graphs]
-    comparison = _Comparison(dtype)
+    comparison, costs = _Comparison(dtype), Costs()
     batches = sorted({graph.spec.batch for graph in graphs})
     drivers = [
-        _Driver(reference, rounding, [g for g in graphs if g.spec.batch == batch], runner, comparison, seed)
+        _Driver(
+            reference,
+            None if rounding.dtype == torch.float32 else _Beside(rounding),
+            None if original is None else _Beside(original),
+            [g for g in graphs if g.spec.batch == batch],
+            runner,
+            comparison,
+            costs,
+            seed,
+        )
         for batch in batches
     ]
     total, done = sum(driver.total for driver in drivers), 0
@@ -127,7 +143,7 @@ def check_parity(
             for _ in driver.rounds():
                 done += 1
                 progress(done, total)
-    return ParityReport(runner.name, shadow, tuple(comparison.rows()))
+    return ParityReport(runner.name, shadow, tuple(comparison.rows()), tuple(costs.rows()))
 
 
 @dataclass
@@ -189,8 +205,25 @@ class _Comparison:
                 yield ParityRow(graph, output, m.rounds, m.error, tolerance, m.error <= tolerance)
 
     def _entry(self, spec: GraphSpec, output: str, tolerance: float) -> _Measured:
-        name = spec.file.removeprefix("graphs/").removesuffix(".onnx")
-        return self.measured.setdefault((name, output), _Measured(tolerance))
+        return self.measured.setdefault((_name(spec), output), _Measured(tolerance))
+
+
+def _name(spec: GraphSpec) -> str:
+    return spec.file.removeprefix("graphs/").removesuffix(".onnx")
+
+
+class _Beside:
+    """A model that goes through the reference's rounds beside it: a cache of its own where the graphs' grows."""
+
+    def __init__(self, model: ReferenceDrafter) -> None:
+        self.model = model
+        self.cache = self.rows = (torch.empty(0), torch.empty(0))
+
+    def context(self, features: torch.Tensor, positions: torch.Tensor) -> None:
+        self.rows = self.model.context(features, positions)
+
+    def block(self, anchor: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.model.block(anchor, length, *self.cache)
 
 
 class _Driver:
@@ -199,15 +232,18 @@ class _Driver:
     def __init__(
         self,
         reference: ReferenceDrafter,
-        rounding: ReferenceDrafter,
+        rounding: _Beside | None,
+        original: _Beside | None,
         graphs: Sequence[Graph],
         runner: Runner,
         comparison: _Comparison,
+        costs: Costs,
         seed: int,
     ) -> None:
         self.reference, self.config, self.runner = reference, reference.config, runner
-        self.rounding = None if rounding.dtype == torch.float32 else rounding
-        self.comparison, self.random = comparison, np.random.default_rng(seed)
+        self.rounding, self.original = rounding, original
+        self.beside = [model for model in (rounding, original) if model is not None]
+        self.comparison, self.costs, self.random = comparison, costs, np.random.default_rng(seed)
         by_name: dict[str, list[Graph]] = {}
         for graph in graphs:
             by_name.setdefault(graph.spec.name, []).append(graph)
@@ -241,7 +277,9 @@ class _Driver:
         self.limit = self.capacity if self.config.ring is None else self.config.max_position_embeddings
         self.length = np.zeros(self.batch, dtype=np.int64)
         self.k = self.v = torch.empty(0)  # the last capacity's go before the next one's come
-        self.graph_cache, self.rounded = {}, (self.k, self.v)
+        self.graph_cache = {}
+        for model in self.beside:
+            model.cache = (self.k, self.v)
         self.k, self.v = (torch.zeros(cache.shape) for _ in range(2))
         if smallest:
             # A prompt that needs both sizes of ``context``, and leaves room for the rounds
@@ -254,10 +292,10 @@ class _Driver:
                 self.random.standard_normal(dtype=np.float32, out=tensor.numpy())
                 if self.rounding is not None:  # exact in every dtype: the cache is given, and costs nothing
                     for layer in tensor:
-                        layer.copy_(layer.to(self.rounding.dtype))
+                        layer.copy_(layer.to(self.rounding.model.dtype))
             self._prefill = 1
-        if self.rounding is not None:  # a rounding model's own rows; larger caches are shared
-            self.rounded = (self.k.clone(), self.v.clone()) if smallest else (self.k, self.v)
+        for model in self.beside:  # its own rows; larger caches are shared
+            model.cache = (self.k.clone(), self.v.clone()) if smallest else (self.k, self.v)
         # numpy has no bf16; a device that has takes fp32 and rounds. Larger caches are shared.
         dtype = "float32" if cache.dtype == "bfloat16" else cache.dtype
         self.graph_cache = {name: tensor.numpy().astype(dtype, copy=smallest) for name, tensor in self._caches()}
@@ -278,16 +316,18 @@ class _Driver:
             positions = self.length[:, None] + np.arange(rows)
             found = self.runner.evaluate(graph, {"features": features, "positions": positions})
             wanted = self.reference.context(torch.from_numpy(features), torch.from_numpy(positions))
-            rounded = None
-            if self.rounding is not None:
-                rounded = self.rounding.context(torch.from_numpy(features), torch.from_numpy(positions))
+            for model in self.beside:
+                model.context(torch.from_numpy(features), torch.from_numpy(positions))
             taken = np.minimum(counts, rows)
             for i, (name, (cache_name, cache)) in enumerate(zip(("k", "v"), self._caches(), strict=True)):
-                self.comparison.values(graph.spec, name, found[name], wanted[i], rounded[i] if rounded else None)
+                rounded = None if self.rounding is None else self.rounding.rows[i]
+                self.comparison.values(graph.spec, name, found[name], wanted[i], rounded)
+                if self.original is not None:
+                    self.costs.values(_name(graph.spec), name, self.original.rows[i], wanted[i])
                 for slot, (start, count) in enumerate(zip(self.length, taken, strict=True)):
                     into, new = cache_rows(int(start), int(count), self.capacity)
-                    if rounded:  # before the fp32 rows, which take this place where the cache is shared
-                        self.rounded[i][:, slot][:, :, into] = rounded[i][:, slot][:, :, new]
+                    for model in self.beside:  # before the reference's, which take this place in a shared cache
+                        model.cache[i][:, slot][:, :, into] = model.rows[i][:, slot][:, :, new]
                     cache[:, slot][:, :, into] = wanted[i][:, slot][:, :, new]
                     self.graph_cache[cache_name][:, slot][:, :, into] = found[name][:, slot][:, :, new]
             self.length += taken
@@ -302,13 +342,9 @@ class _Driver:
         found = self.runner.evaluate(
             block, {"anchor": anchor, "context_length": self.length.copy(), **self.graph_cache}
         )
-        base, hidden = self.reference.block(
-            torch.from_numpy(anchor), torch.from_numpy(self.length.copy()), self.k, self.v
-        )
-        rounded: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-        if self.rounding is not None:
-            length = torch.from_numpy(self.length.copy())
-            rounded = self.rounding.block(torch.from_numpy(anchor), length, *self.rounded)
+        place = torch.from_numpy(anchor), torch.from_numpy(self.length.copy())
+        base, hidden = self.reference.block(*place, self.k, self.v)
+        rounded = (None, None) if self.rounding is None else self.rounding.block(*place)
         self.comparison.values(block.spec, "base_logits", found["base_logits"], base, rounded[0])
         self.comparison.values(block.spec, "hidden", found["hidden"], hidden, rounded[1])
 
@@ -327,6 +363,14 @@ class _Driver:
         )
         bound = _AGREEMENT[self.comparison.dtype]
         self.comparison.ids(self.loop.spec, "tokens (chained)", chained == tokens.numpy(), bound)
+        if self.original is not None:
+            before, before_hidden = self.original.block(*place)
+            self.costs.values(_name(block.spec), "base_logits", before, base)
+            self.costs.values(_name(block.spec), "hidden", before_hidden, hidden)
+            drafted, *_ = self.original.model.markov_loop(
+                place[0], before, before_hidden, torch.from_numpy(noise), torch.from_numpy(greedy)
+            )
+            self.costs.ids(_name(block.spec), "greedy tokens", drafted, tokens)
 
     def _judge_loop(self, found: Arrays, wanted: Sequence[torch.Tensor | None], noise: NDArray[np.float32]) -> None:
         tokens, q, confidence, survival = wanted

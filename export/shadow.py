@@ -30,10 +30,19 @@ def fp32_shadow(graph: Graph) -> Graph:
     nodes: list[onnx.NodeProto] = []
     stored = {w.name: f"{w.name}.fp32" for w in model.graph.initializer if w.data_type == TensorProto.BFLOAT16}
     gathered = {node.input[0] for node in model.graph.node if node.op_type == "Gather"}
+    multiplied = {node.input[1] for node in model.graph.node if node.op_type == "Gemm"}
+    initializers = {weight.name: weight for weight in model.graph.initializer}
     large = {
-        w.name: w
-        for w in model.graph.initializer
-        if w.name in stored and w.name not in gathered and math.prod(w.dims) > _PIECE and len(w.dims) == 2
+        name: weight
+        for name, weight in initializers.items()
+        if name in stored and name in multiplied and name not in gathered and math.prod(weight.dims) > _PIECE
+    }
+    quantized = {
+        node.output[0]: node
+        for node in model.graph.node
+        if node.op_type == "DequantizeLinear"
+        and node.output[0] in rounded
+        and math.prod(initializers[node.input[0]].dims) > _PIECE
     }
     for name, widened in stored.items():
         if name in large or name in gathered:
@@ -42,6 +51,11 @@ def fp32_shadow(graph: Graph) -> Graph:
     for node in model.graph.node:
         if node.op_type == "Gemm" and node.input[1] in large:
             nodes += _in_pieces(node, large[node.input[1]], model)
+            continue
+        if node.op_type == "DequantizeLinear" and node.output[0] in quantized:
+            continue
+        if node.op_type == "Gemm" and node.input[1] in quantized:
+            nodes += _in_dequantized_pieces(node, quantized[node.input[1]], model)
             continue
         if node.op_type == "Gather" and node.input[0] in stored:  # rows first: a table is not widened whole
             rows = f"{node.output[0]}.rows"
@@ -77,26 +91,74 @@ def fp32_shadow(graph: Graph) -> Graph:
 def _in_pieces(node: onnx.NodeProto, weight: onnx.TensorProto, model: onnx.ModelProto) -> list[onnx.NodeProto]:
     """A product with a large [out, in] matrix as products with some of its rows at a time, each widened for itself."""
     rows, width = weight.dims
-    place = {entry.key: int(entry.value) for entry in weight.external_data if entry.key != "location"}
-    location = next(entry.value for entry in weight.external_data if entry.key == "location")
     step = max(1, _PIECE // width)
     nodes, parts = [], []
     for start in range(0, rows, step):
-        count = min(step, rows - start)
-        name = f"{weight.name}.{start}"
-        piece = onnx.TensorProto(
-            name=name, data_type=weight.data_type, dims=(count, width), data_location=TensorProto.EXTERNAL
-        )
-        offset = place["offset"] + 2 * start * width
-        for key, value in (("location", location), ("offset", offset), ("length", 2 * count * width)):
-            piece.external_data.add(key=key, value=str(value))
-        model.graph.initializer.append(piece)
+        name = _rows(weight, start, min(start + step, rows), model)
         part = f"{node.output[0]}.{start}"
         nodes.append(helper.make_node("Cast", [name], [f"{name}.fp32"], to=TensorProto.FLOAT))
         nodes.append(helper.make_node("Gemm", [node.input[0], f"{name}.fp32"], [part], transB=1))
         parts.append(part)
     exact = f"{node.output[0]}.exact"
     nodes.append(helper.make_node("Concat", parts, [exact], axis=1))
+    return nodes + _finished(node, exact)
+
+
+def _in_dequantized_pieces(
+    node: onnx.NodeProto, dequantize: onnx.NodeProto, model: onnx.ModelProto
+) -> list[onnx.NodeProto]:
+    """A product with a large quantised [in, out] matrix as a sum over pieces of its inputs, each dequantised alone."""
+    initializers = {weight.name: weight for weight in model.graph.initializer}
+    integers, scales = (initializers[name] for name in dequantize.input)
+    width, count = integers.dims
+    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in dequantize.attribute}
+    block = attributes["block_size"]
+    step = max(1, _PIECE // (count * block)) * block
+    starts = range(0, width, step)
+    output = node.output[0]
+    sizes = helper.make_tensor(
+        f"{output}.sizes", TensorProto.INT64, [len(starts)], [min(step, width - start) for start in starts]
+    )
+    model.graph.initializer.append(sizes)
+    inputs = [f"{output}.input.{start}" for start in starts]
+    nodes, total = [helper.make_node("Split", [node.input[0], sizes.name], inputs, axis=1)], ""
+    for start, x in zip(starts, inputs, strict=True):
+        stop = min(start + step, width)
+        values = _rows(integers, start, stop, model)
+        factors = _rows(scales, start // block, stop // block, model)
+        part = f"{output}.{start}"
+        nodes += [
+            helper.make_node("Cast", [factors], [f"{factors}.fp32"], to=TensorProto.FLOAT),
+            helper.make_node("DequantizeLinear", [values, f"{factors}.fp32"], [f"{values}.exact"], **attributes),
+            helper.make_node("Cast", [f"{values}.exact"], [f"{values}.bf16"], to=TensorProto.BFLOAT16),
+            helper.make_node("Cast", [f"{values}.bf16"], [f"{values}.fp32"], to=TensorProto.FLOAT),
+            helper.make_node("Gemm", [x, f"{values}.fp32", *([total] if total else [])], [part]),
+        ]
+        total = part
+    return nodes + _finished(node, total)
+
+
+def _rows(weight: onnx.TensorProto, start: int, stop: int, model: onnx.ModelProto) -> str:
+    """Rows of an external matrix as an initializer of their own."""
+    name = f"{weight.name}.{start}"
+    place = {entry.key: entry.value for entry in weight.external_data}
+    row_bytes = int(place["length"]) // weight.dims[0]
+    piece = onnx.TensorProto(
+        name=name,
+        data_type=weight.data_type,
+        dims=(stop - start, weight.dims[1]),
+        data_location=TensorProto.EXTERNAL,
+    )
+    offset, length = int(place["offset"]) + start * row_bytes, (stop - start) * row_bytes
+    for key, value in (("location", place["location"]), ("offset", offset), ("length", length)):
+        piece.external_data.add(key=key, value=str(value))
+    model.graph.initializer.append(piece)
+    return name
+
+
+def _finished(node: onnx.NodeProto, exact: str) -> list[onnx.NodeProto]:
+    """The bias of a product that was computed in pieces, and the rounding of its sum."""
+    nodes = []
     if len(node.input) > 2:
         nodes.append(helper.make_node("Cast", [node.input[2]], [f"{exact}.bias"], to=TensorProto.FLOAT))
         nodes.append(helper.make_node("Add", [exact, f"{exact}.bias"], [f"{exact}.sum"]))

@@ -2,6 +2,7 @@
 
 Matrices keep the checkpoint's orientation [out, in], so that tensors that lie behind each other can be read as
 one: q, k, v of a layer are one [q+2·kv, h] matrix for ``block``, and k, v the last rows of it for ``context``.
+Quantised matrices are turned, and lie with their scales behind them (``quantization``).
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import hashlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dspark.drafter.config import DrafterConfig
 from dspark.drafter.errors import BadInputError
@@ -21,6 +25,7 @@ from dspark.drafter.tensor_folder import TensorEntry
 from dspark.drafter.tensors import DRAFT_TO_TARGET, tensor_shapes
 
 from .contract import Dtype
+from .quantization import KINDS, Quantization, dequantize, packed, quantize, quantized_names, scales_name, unpacked
 
 if TYPE_CHECKING:
     import torch
@@ -28,9 +33,9 @@ if TYPE_CHECKING:
     from dspark.drafter.parameters import Load
 
 FILE = "graphs/weights.data"
-_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
+_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "int64": "I64"}
 PAGE = 4096  # a group of tensors starts on a page, so that it can be memory-mapped
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
+BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4, "int64": 64}
 _PIECE_BYTES = 1 << 24  # of a tensor in memory at a time
 
 
@@ -45,7 +50,12 @@ class WeightRegion:
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * BYTES[self.dtype]
+        return math.prod(self.shape) * BITS[self.dtype] // 8
+
+    @property
+    def quantized(self) -> bool:
+        """Integers [in, out] of a canonical [out, in] matrix; their scales are a tensor of their own."""
+        return self.dtype in KINDS
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape), "offset": self.offset}
@@ -57,10 +67,14 @@ class WeightRegion:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """Where every canonical tensor goes; ``tied`` says that the head reads the embedding's bytes."""
+    """Where every canonical tensor goes, and the scales of quantised ones; ``tied``: the head reads the embedding."""
 
     tensors: dict[str, WeightRegion]
     tied: bool
+    quantization: Quantization | None = None
+
+    def quantized(self, name: str) -> bool:
+        return self.tensors[name].quantized
 
     @property
     def bytes(self) -> int:
@@ -75,21 +89,35 @@ class WeightPlan:
         return WeightRegion("+".join(names), parts[0].dtype, (rows, *parts[0].shape[1:]), parts[0].offset)
 
 
-def plan_weights(config: DrafterConfig, dtype: Dtype, tied: bool) -> WeightPlan:
-    """Offsets of all tensors: layer matrices, embedding and head in ``dtype``, everything else fp32."""
+def plan_weights(
+    config: DrafterConfig, dtype: Dtype, tied: bool, quantization: Quantization | None = None
+) -> WeightPlan:
+    """Offsets of all tensors: layer matrices, embedding and head in ``dtype``, everything else fp32.
+
+    What is quantised is integers, with scales in ``dtype``; a head that is the embedding then has bytes of its own.
+    """
     shapes, regions, end = tensor_shapes(config), dict[str, WeightRegion](), 0
+    integers = frozenset(quantized_names(config) if quantization else ())
+    tied = tied and not integers
     for group in _groups(config):
         offset = -(-end // PAGE) * PAGE
         for name in group:
             if name == "lm_head.weight" and tied:
                 continue
-            regions[name] = WeightRegion(name, stored_dtype(name, dtype), shapes[name], offset)
-            offset += regions[name].bytes
+            stored, shape = stored_dtype(name, dtype), shapes[name]
+            parts = [(name, stored, shape)]
+            if quantization is not None and name in integers:
+                rows, width = shape
+                scales = (scales_name(name), stored, (width // quantization.block, rows))
+                parts = [(name, quantization.kind, (width, rows)), scales]
+            for part, kind, extents in parts:
+                regions[part] = WeightRegion(part, kind, extents, offset)
+                offset += regions[part].bytes
         end = offset
     if tied:
         embedding = regions["embed_tokens.weight"]
         regions["lm_head.weight"] = WeightRegion("lm_head.weight", embedding.dtype, embedding.shape, embedding.offset)
-    return WeightPlan(regions, tied)
+    return WeightPlan(regions, tied, quantization)
 
 
 def stored_dtype(name: str, dtype: Dtype) -> str:
@@ -121,51 +149,125 @@ def write_weights(
     """
     digest, total = hashlib.sha256(), plan.bytes
     regions = sorted(plan.tensors.values(), key=lambda region: region.offset)
-    with path.open("wb") as stream:
+    with path.open("w+b") as stream:
 
-        def write(data: memoryview | bytes) -> None:
+        def write(data: bytes | memoryview) -> None:
             stream.write(data)
             digest.update(data)
 
         for region in regions:
-            if region.offset < stream.tell():  # the tied head
+            if region.offset < stream.tell():  # the tied head, and scales, which came with their matrix
                 continue
             write(bytes(region.offset - stream.tell()))
+            if region.quantized:
+                _write_quantized(stream, plan, region, load, lambda done: progress(done, total))
+                for data in _read_back(stream, region.offset):
+                    digest.update(data)
+                continue
             for piece in row_pieces(region.shape, region.bytes):
-                write(_converted(region, load(region.name, piece), piece.start))
+                write(_bytes(_converted(region.name, region.dtype, load(region.name, piece), piece.start)).data)
                 progress(stream.tell(), total)
         stream.flush()
         os.fsync(stream.fileno())
     return digest.hexdigest()
 
 
-def row_pieces(shape: tuple[int, ...], size: int) -> Iterator[slice]:
-    """Rows of a tensor of ``size`` bytes in pieces of bounded size."""
-    step = max(1, _PIECE_BYTES * shape[0] // max(size, 1))
+def row_pieces(shape: tuple[int, ...], size: int, of: int = 1) -> Iterator[slice]:
+    """Rows of a tensor of ``size`` bytes in pieces of bounded size, each of a multiple of ``of`` rows but the last."""
+    step = max(1, _PIECE_BYTES * shape[0] // max(size, 1) // of) * of
     return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
 
 
-def read_tensor(path: Path, region: WeightRegion, rows: slice | Sequence[int] | None = None) -> torch.Tensor:
-    """The tensor, or some of its rows, back from the file, in its stored dtype."""
-    return TensorEntry(region.name, _CODES[region.dtype], region.shape, path, region.offset, region.bytes).load(rows)
+def read_tensor(
+    path: Path, tensors: Mapping[str, WeightRegion], name: str, rows: slice | Sequence[int] | None = None
+) -> torch.Tensor:
+    """A canonical tensor, or some of its rows, back from the file: in its stored dtype, or dequantised, in fp32."""
+    region = tensors[name]
+    if region.quantized:
+        return _read_quantized(path, region, tensors[scales_name(name)], rows)
+    return TensorEntry(name, _CODES[region.dtype], region.shape, path, region.offset, region.bytes).load(rows)
 
 
-def _converted(region: WeightRegion, tensor: torch.Tensor, first_row: int) -> memoryview:
+def _write_quantized(
+    stream: BinaryIO, plan: WeightPlan, region: WeightRegion, load: Load, progress: Callable[[int], None]
+) -> None:
+    """Integers and scales of one matrix; rows that are read at a time are columns of both in the file."""
+    assert plan.quantization is not None
+    scales_region = plan.tensors[scales_name(region.name)]
+    width, count = region.shape
+    stream.flush()
+    for piece in row_pieces((count, width), 4 * width * count, of=2):  # two int4 share a byte
+        matrix = load(region.name, piece)
+        _converted(region.name, scales_region.dtype, matrix, piece.start)
+        integers, scales = quantize(matrix, plan.quantization, scales_region.dtype)
+        turned = np.ascontiguousarray(integers.numpy().T)  # [in, rows]
+        _write_columns(stream, region, piece.start, packed(turned) if region.dtype == "int4" else turned)
+        _write_columns(stream, scales_region, piece.start, _bytes(scales.T.contiguous()).reshape(scales.shape[1], -1))
+        progress(region.offset + (region.bytes + scales_region.bytes) * piece.stop // count)
+    stream.seek(0, os.SEEK_END)
+
+
+def _write_columns(stream: BinaryIO, region: WeightRegion, first: int, data: NDArray[Any]) -> None:
+    """Rows of bytes from column ``first`` of a matrix of the file on."""
+    rows = region.shape[0]
+    row_bytes, start = region.bytes // rows, first * BITS[region.dtype] // 8
+    for row, values in enumerate(data):
+        os.pwrite(stream.fileno(), values, region.offset + row * row_bytes + start)
+
+
+def _read_back(stream: BinaryIO, start: int) -> Iterator[bytes]:
+    stream.seek(start)
+    while data := stream.read(_PIECE_BYTES):
+        yield data
+
+
+def _read_quantized(
+    path: Path, region: WeightRegion, scales_region: WeightRegion, rows: slice | Sequence[int] | None
+) -> torch.Tensor:
+    import torch
+
+    count = region.shape[1]
+    wanted = range(count)[rows if isinstance(rows, slice) else slice(None)]
+    first, last = wanted.start // 2 * 2, min(count, -(-wanted.stop // 2) * 2)  # whole bytes of int4
+    columns = _columns(path, region, first, last)
+    integers = unpacked(columns) if region.dtype == "int4" else columns.view(np.int8)
+    scales = torch.from_numpy(_columns(path, scales_region, first, last)).view(getattr(torch, scales_region.dtype))
+    matrix = dequantize(torch.from_numpy(integers).T, scales.T)
+    chosen = slice(wanted.start - first, wanted.stop - first) if rows is None or isinstance(rows, slice) else list(rows)
+    return matrix[chosen]
+
+
+def _columns(path: Path, region: WeightRegion, first: int, last: int) -> NDArray[np.uint8]:
+    """Bytes of columns ``first`` to ``last`` of a matrix of the file, a copy."""
+    bits, rows = BITS[region.dtype], region.shape[0]
+    data = np.memmap(path, np.uint8, "r", region.offset, (rows, region.bytes // rows))
+    return np.array(data[:, first * bits // 8 : -(-last * bits // 8)])
+
+
+def _converted(name: str, dtype: str, tensor: torch.Tensor, first_row: int) -> torch.Tensor:
     import torch
 
     if not bool(tensor.isfinite().all()):
         bad = (~tensor.isfinite()).reshape(tensor.shape[0], -1).any(dim=1).nonzero()[:5, 0]
         rows = (bad + first_row).tolist()
-        raise BadInputError(f"{region.name} holds NaN or Inf, in rows {rows}", tensor=region.name, rows=rows)
-    converted = tensor.to(getattr(torch, region.dtype)).contiguous()
-    if region.dtype != "int64" and not bool(converted.isfinite().all()):
+        raise BadInputError(f"{name} holds NaN or Inf, in rows {rows}", tensor=name, rows=rows)
+    converted = tensor.to(getattr(torch, dtype)).contiguous()
+    if dtype != "int64" and not bool(converted.isfinite().all()):
         largest = float(tensor.abs().max())
         raise BadInputError(
-            f"{region.name} reaches {largest:.4g}, which {region.dtype} cannot hold; use --dtype bf16 or fp32",
-            tensor=region.name,
+            f"{name} reaches {largest:.4g}, which {dtype} cannot hold; use --dtype bf16 or fp32",
+            tensor=name,
             largest=largest,
         )
-    return converted.view(torch.uint8).numpy().data.cast("B")
+    return converted
+
+
+def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """The bytes of a contiguous tensor as they lie in the file."""
+    import torch
+
+    data: NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
+    return data
 
 
 def _groups(config: DrafterConfig) -> list[list[str]]:
