@@ -62,7 +62,14 @@ def command(
     Example:
       dspark-export build bundle --backend tensorrt-rtx --compute-capability 8.6,8.9,12.0
     """  # fmt: skip
-    from dspark.engines.build import BuildOptions, build_engines, preflights, require_preflight, skus_to_build
+    from dspark.engines.build import (
+        BuildOptions,
+        build_engines,
+        preflights,
+        require_preflight,
+        said_once,
+        skus_to_build,
+    )
     from dspark.engines.sku import capability_from_text, gpu_without_device
     from dspark.export.bundle import open_bundle
 
@@ -77,8 +84,8 @@ def command(
         return
     skus = skus_to_build(chosen, named, portable)
     checked = preflights(opened, backend, skus)
-    for finding in (finding for one in checked for finding in one.findings if finding.severity == "warning"):
-        console.note(f"warning: {finding.graph}: {finding.message}")
+    for words in said_once(finding for one in checked for finding in one.findings if finding.severity == "warning"):
+        console.note(f"warning: {words}")
     require_preflight(checked)
     sets = build_engines(opened, chosen, skus, force, console.progress, console.note)
     data = {"bundle": str(bundle), "sets": [_set_json(one) for one in sets], **_preflight_json(checked)}

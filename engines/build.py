@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from dspark.export.bundle import Bundle, Graph
 from dspark.export.version import tool_version
 from dspark.export.weights import FILE as WEIGHTS_FILE
 
-from .preflight import Preflight, preflight
+from .preflight import Finding, Preflight, preflight
 from .sku import Capability, Sku, gpu_without_device, this_cpu
 from .store import MODULES, EngineSet, engine_folder, file_facts, locked, open_engine_set, write_record
 
@@ -92,11 +92,19 @@ def preflights(bundle: Bundle, backend: str, skus: Sequence[Sku]) -> list[Prefli
     return [preflight(graph, backend, capabilities) for graph in bundle.graphs]
 
 
+def said_once(findings: Iterable[Finding]) -> list[str]:
+    """What several graphs have in common is said once, with the graphs behind it."""
+    graphs: dict[str, dict[str, None]] = {}
+    for finding in findings:
+        graphs.setdefault(finding.message, {})[finding.graph] = None
+    return [f"{message} ({', '.join(names)})" for message, names in graphs.items()]
+
+
 def require_preflight(checked: Sequence[Preflight]) -> None:
     """Raises ``CheckFailedError`` with every error found."""
     errors = [finding for one in checked for finding in one.findings if finding.severity == "error"]
     if errors:
-        words = list(dict.fromkeys(f"{finding.graph}: {finding.message}" for finding in errors))
+        words = said_once(errors)
         raise CheckFailedError(
             f"{errors[0].backend} would not build this bundle: " + "; ".join(words[:5])
             + (f"; and {len(words) - 5} more" if len(words) > 5 else ""),

@@ -24,6 +24,8 @@ from dspark.drafter.checkpoint import Checkpoint, open_checkpoint
 from dspark.drafter.errors import BadInputError, CheckFailedError, UsageError
 from dspark.drafter.model import reference_from_tensors
 from dspark.engines.backend import backend_from_name
+from dspark.engines.build import build_plan, preflights, require_preflight
+from dspark.engines.sku import gpu_without_device
 from dspark.export import shadow, weights
 from dspark.export.bundle import Bundle, Graph
 from dspark.export.contract import DTYPES, Dtype, ExportOptions
@@ -290,24 +292,13 @@ def test_onnxruntime_fuses_every_product(exported: Exported, tmp_path: Path, kin
     assert "DequantizeLinear" not in kinds
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt-rtx-cu13 is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="TensorRT-RTX is not installed")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tensorrt_rtx_builds_it(exported: Exported, kind: Kind, dtype: Dtype) -> None:
-    """Strongly typed, for an SKU that is not here."""
-    import tensorrt_rtx as trt
-
-    bundle = exported(kind, dtype)
-    builder = trt.Builder(logger := trt.Logger(trt.Logger.ERROR))
-    for graph in bundle.graphs:
-        if graph.spec.name == "block" or graph.spec.size == 6:
-            network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-            parser = trt.OnnxParser(network, logger)
-            assert parser.parse_from_file(str(graph.path)), [parser.get_error(i) for i in range(parser.num_errors)]
-            config = builder.create_builder_config()
-            config.num_compute_capabilities = 1
-            config.set_compute_capability(trt.ComputeCapability.SM89, 0)
-            assert builder.build_serialized_network(network, config) is not None
+    bundle, sku = exported(kind, dtype), gpu_without_device([(8, 6), (8, 9)])
+    require_preflight(preflights(bundle, "tensorrt-rtx", [sku]))
+    assert len(build_plan(bundle.graph("block", 1, 160), "tensorrt-rtx", sku)) > 100_000
 
 
 def test_the_bf16_shadow_dequantizes_large_matrices_in_pieces(
